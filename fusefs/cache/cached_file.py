@@ -1,4 +1,4 @@
-"""One file of the cache as the event loop sees it: which bytes it has, and its users."""
+"""One file of the cache as the event loop sees it: its bytes and its users."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fusefs.store.interface import ObjectVersion
 CHECKED_AT_OPEN = 16 << 20
 
 
-# Numbers, for another Enum's hash, which each open takes four times, is a function in Python.
+# IntEnum, as the hash of a plain Enum, computed four times per open, is a Python function.
 class Rank(enum.IntEnum):
-    """The place of a file in the order of eviction (eviction_order.py)."""
+    """A file's class in the order of eviction (eviction_order.py)."""
 
     KEPT = enum.auto()
     PASSING = enum.auto()
@@ -29,10 +29,10 @@ class Rank(enum.IntEnum):
 
 
 class OpenFile(NamedTuple):
-    """A file as a thread has opened it; `ranges` is None if it is the one that was known.
+    """A file that a thread has opened; `ranges` is None if it is the file known before.
 
-    `fault` is what is wrong with its bytes, where they were compared, `sums`
-    are checksums of those that had none, `used_at` is its last use by the catalog.
+    `fault` is a wrong checksum or a disk error found when its bytes were compared,
+    `sums` are new checksums of bytes that had none, `used_at` the catalog's last-use time.
     """
 
     fd: int
@@ -45,20 +45,18 @@ class OpenFile(NamedTuple):
 
 
 class CacheFile:
-    """One file of the cache, there or about to be. Belongs to the event loop.
+    """One file of the cache, on the disk or about to be created. Belongs to the event loop.
 
-    `pins` counts users, `downloads` those that are under way; `fd` is -1 while
-    it is not open. `is_kept` turns False when the disk fails for the file: its
-    version is then read uncached. Where that says nothing about the file
-    (`is_passed_over`), it is kept again when its last user has gone. `is_ours`
-    turns False when another mount keeps the same version: this file then goes
-    with its last user. `sums` are the checksums that the catalog does not
-    have yet; `is_checked` says that this process has written the file or compared
-    it with its checksums; `is_retained` that it is not evicted (retention.py). `rank`, `last_use`
-    and `ahead_since` belong to the order of eviction (eviction_order.py), which counts
-    time in bytes fetched. `read` is what has been read since it was fetched; None: all.
-    `used_at` is in seconds since the epoch, `written_at` in those of the
-    monotonic clock.
+    `pins` counts users, `downloads` counts running downloads; `fd` is -1 while the file is closed.
+    `is_kept` turns False when the disk fails for the file, whose version is then read past the
+    cache. If the error was not the file's fault (`is_passed_over`), `is_kept` is True again when
+    the last user has gone. `is_ours` turns False when the catalog's row of the name belongs to
+    another mount's file; this file is then removed with its last user. `sums` are checksums that
+    the catalog does not have yet. `is_checked` is True if this process wrote the file or compared
+    it with its checksums, `is_retained` if it must not be evicted (retention.py). `rank`,
+    `last_use` and `ahead_since` belong to eviction_order.py, which measures time in bytes fetched.
+    `read` has the ranges that were read since they were fetched (None: all). `used_at` is in
+    seconds since the epoch, `written_at` in seconds of the monotonic clock.
     """
 
     __slots__ = (
@@ -114,31 +112,31 @@ class CacheFile:
 
     @classmethod
     def from_row(cls, row: Row) -> CacheFile:
-        """The file of a row of the catalog, which is closed and has no users."""
+        """Make a closed, unused file from its row of the catalog."""
         file = cls(row.name, row.size)
         file.become(row.generation, row.st_ino, row.ranges)
         file.is_retained = row.is_retained
-        # The clock may have been set back since: no job would evict what is used in the future.
+        # If the clock was set back, jobs would never evict a file with a use in the future.
         file.used_at = min(row.used_at, steady_time())
         return file
 
     @classmethod
     def unkept(cls) -> CacheFile:
-        """A pinned file without bytes: of content that the bucket does not have yet."""
+        """Make a pinned, empty file, for content that the bucket does not have yet."""
         file = cls("", 0)
         file.pins = 1
         return file
 
     @classmethod
     def dropped(cls, name: str, size: int, st_ino: int) -> CacheFile:
-        """A file that is no longer in the cache, and that the kernel reads for a program."""
+        """Make a file that has left the cache, but which the kernel still reads for a program."""
         file = cls(name, size)
         file.st_ino = st_ino
         file.is_kept = file.is_ours = False
         return file
 
     def row(self) -> Row:
-        """Its row of the catalog, with the checksums that the catalog does not have yet."""
+        """Make the file's catalog row, with the checksums that the catalog does not have yet."""
         ranges, sums = self.present.pack(), tuple(self.sums or ())
         return Row(
             self.name, self.generation, self.st_ino, self.size, ranges, self.used_at, sums=sums
@@ -150,39 +148,39 @@ class CacheFile:
 
     @property
     def needs_check(self) -> bool:
-        """True if it is to be compared with its checksums when it is opened."""
+        """True if the file must be compared with its checksums when it is opened."""
         return not self.is_checked and self.size <= CHECKED_AT_OPEN
 
     @property
     def unrecorded(self) -> int:
-        """The number of bytes that are present and not in the catalog."""
+        """The number of present bytes that the catalog does not have yet."""
         return self.present.total - self.recorded
 
     @property
     def unread(self) -> int:
-        """The number of bytes that were not read since their fetch."""
+        """The number of present bytes that were never read after their fetch."""
         return self.present.total - self.read.total if self.read is not None else 0
 
     @property
     def is_opening(self) -> bool:
-        """True if it is being opened, created or evicted."""
+        """True if the file is being opened, created or evicted."""
         return self._opening is not None and self._opening.locked()
 
     @property
     def opening(self) -> trio.Lock:
-        """Held while the file is opened, created or evicted."""
+        """The lock that is held while the file is opened, created or evicted."""
         if self._opening is None:
             self._opening = trio.Lock()
         return self._opening
 
     def arrived(self, start: int, stop: int) -> int:
-        """Note that the bytes [start, stop) were fetched; return how many of them are new."""
+        """Add the fetched bytes [start, stop) to `present`; return how many are new."""
         if self.read is None:
             self.read = RangeMap(iter(self.present))
         return self.present.add(start, stop)
 
     def first_read(self, start: int, stop: int) -> int:
-        """Note a read of [start, stop); return how many bytes were not read since their fetch."""
+        """Add [start, stop) to `read`; return how many of these bytes were not in it yet."""
         if self.read is None:
             return 0
         new = self.read.add(start, stop)
@@ -191,7 +189,7 @@ class CacheFile:
         return new
 
     def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
-        """Stand for another file on the disk, which has the packed `ranges`."""
+        """Represent another file on the disk from now on, which has the packed `ranges`."""
         self.generation, self.st_ino = generation, st_ino
         self.present = RangeMap.unpack(ranges)
         self.read = None
@@ -201,24 +199,24 @@ class CacheFile:
         self.is_checked = not ranges
 
     def summed(self, sums: list[Sum]) -> None:
-        """Add checksums of some of its bytes."""
+        """Add checksums for the catalog."""
         if self.sums is None:
             self.sums = sums
         else:
             self.sums += sums
 
     def recorded_sums(self, count: int) -> None:
-        """Drop the first `count` pending checksums: the catalog has them."""
+        """Drop the first `count` pending checksums, which the catalog now has."""
         if self.sums is not None:
             self.sums = self.sums[count:] or None
 
     def lose(self) -> None:
-        """Have none of its bytes used; which file it is stays known."""
+        """Mark all bytes as missing, but keep the generation and inode number."""
         self.present = RangeMap()
         self.read = None
         self.recorded = 0
         self.sums = None
 
     def forget(self) -> None:
-        """Stand for a version of which nothing is on the disk."""
+        """Represent a version that has no file on the disk."""
         self.become("", 0, b"")

@@ -1,24 +1,24 @@
-"""The catalog: what is on the cache disk, kept across restarts in a sqlite3 database.
+"""The catalog: a sqlite3 database that lists the files on the cache disk across restarts.
 
-A row says which file holds which object version and which ranges of it have arrived. It is
-written after the bytes, so a range in a row is in the file, also after a SIGKILL. The page cache
-does not outlive the machine: a row carries the boot id, and after another boot only those count
-whose file was fdatasync'ed before the row was marked so.
+A row says which file holds which object version, and which ranges of it have arrived. Rows are
+written after the bytes, so the ranges of a row are in the file, also after a SIGKILL. Rows carry
+the boot id: after a reboot, which loses the page cache, only rows count that were marked as synced
+after fdatasync of their files.
 
 Several mounts may share a directory. Each update is conditional on the file's generation and
-inode number, ranges are merged with what the row holds, and the sum of all sizes is a row of its
-own that changes in the same transaction.
+inode number, new ranges are merged with the ranges in the row, and the sum of all sizes is a row
+of its own that changes in the same transaction.
 
-Rows carry checksums. A database that is damaged, by these or by SQLite's own checks, is removed
-(integrity/damage.py), and the cache starts empty. A mount that goes on under another daemon, on a
-disk that takes no database, has its catalog in memory.
+Rows carry checksums. If these or SQLite's own checks show damage, the database is removed
+(integrity/damage.py), and the cache starts empty. If a new daemon takes over a mount and can't open
+the database, its catalog is in memory.
 
-There may be ten million rows, so nothing reads all: the newest are read when it is opened, others
-by name, the oldest page by page. The checksums of bytes are in a table of their own, by inode
-number and generation, which a rename does not change, and by part of the file. Pins, and the files
-that are not evicted for them, are in two more (retention.py).
+There may be ten million rows, so they are never all read at once: the newest rows are read when
+the catalog is opened, others by name, the oldest page by page. Checksums of bytes are in a table
+of their own, by inode number and generation, which a rename does not change, and by part. Two more
+tables have the pins and the files that are retained for them (retention.py).
 
-All calls block; a lock lets one thread in at a time.
+All calls block; a lock admits one thread at a time.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ CREATE TABLE IF NOT EXISTS total (
     bytes INTEGER NOT NULL, files INTEGER NOT NULL, crc INTEGER NOT NULL
 );
 """
-# As FileCache.name_of makes it.
+# The form of the names that FileCache.name_of returns.
 _NAME = re.compile("[0-9a-f]{32}")
-# Rows of an earlier boot whose file may not be what they say.
+# Rows of an earlier boot whose files may have lost bytes.
 _UNSAFE = "NOT is_synced AND boot_id != ?"
 
 
 class Total(NamedTuple):
-    """The bytes in the files of all rows, of all mounts, and the number of files."""
+    """The number of bytes and of files in all rows, including those of other mounts."""
 
     bytes: int
     files: int
@@ -108,10 +108,10 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One file: `name` is the hash of what it holds, `used_at` in seconds since the epoch.
+    """The catalog's row of one file; `name` is the hash of its version (`FileCache.name_of`).
 
-    `sums` are what is to be recorded in addition; a row that is read has none, and
-    `is_retained` if the file is not evicted.
+    `used_at` is in seconds since the epoch. `sums` are checksums to be added, empty in a row that
+    was read; `is_retained` is set only in a row that was read, if the file must not be evicted.
     """
 
     name: str
@@ -125,31 +125,31 @@ class Row:
     is_retained: bool = False
 
 
-# The first key, and the first behind the last: for SQLite bytes are greater than any text.
+# A range of keys [first, stop). SQLite orders bytes after all text, so b"" as stop is no limit.
 KeyRange = tuple[str, str | bytes]
-# Those of some keys whose files stay retained.
+# Returns those of the given keys whose files stay retained.
 Stay = Callable[[Collection[str]], Collection[str]]
 
-# How long another mount may be in the way.
+# How long to wait for another mount that locks the database.
 BUSY_S = 30.0
-# Keys of retained files that are looked at with one query.
+# Keys of retained files that one query reads.
 RETAINED_PAGE = 5000
-# Rows that are read with one query, in their order.
+# Rows that one query reads.
 PAGE = 1000
 # The bytes of a file whose sums are written together: 1 KiB of sums.
 SUMS_PART = 64 << 20
 
 
 class Catalog:
-    """The table of one cache directory, as one mount uses it."""
+    """One mount's connection to the catalog of a cache directory."""
 
     def __init__(self, path: Path, boot_id: str, *, in_any_case: bool = False) -> None:
-        """Open or create the database; a damaged one is removed before.
+        """Open the database, create it, or replace a damaged one by an empty one.
 
-        `in_any_case` also if the disk takes no database: in memory then.
+        With `in_any_case` the catalog is in memory if none of this works.
 
         Raises:
-            OSError, sqlite3.Error: it can't be opened, nor another be created.
+            OSError, sqlite3.Error: the database can be neither opened nor created.
         """
         self._path = path
         self._boot_id = boot_id
@@ -176,15 +176,15 @@ class Catalog:
             self._prepare()
 
     def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """After damage, remove the database and begin one with these rows; False if it is none.
+        """If `error` means damage, replace the database by a new one with these rows, else False.
 
         Raises:
-            OSError, sqlite3.Error: none can be created.
+            OSError, sqlite3.Error: the new database can't be created.
         """
         with self._lock:
             if self.is_in_memory or not is_damage(error):
                 return False
-            # Closed first: its last words would go into the next database's log.
+            # Close it first: what it writes on close would go into the new database's log.
             with suppress(sqlite3.Error):
                 self._db.close()
             self._open_another(self._path, self._st_ino, error)
@@ -197,7 +197,7 @@ class Catalog:
             self._db = _connected(path)
         with ExitStack() as undo:
             undo.callback(self._db.close)
-            # First of all: what others write from here on is not among the rows.
+            # Read first: `has_changed` then reports whatever others write from here on.
             self._data_version = self._read_data_version()
             self._prepare()
             self.total()
@@ -221,10 +221,10 @@ class Catalog:
                 self._db.execute(statement)
             if version == 0:
                 self._db.execute("INSERT INTO total VALUES (0, 0, ?)", (_total_checksum(0, 0),))
-                # Another number than in a database before this one.
+                # Never the number that an earlier database at this path had.
                 self._db.execute("INSERT INTO removals VALUES (?)", (time_ns() >> 1,))
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
-            # What was not on the disk when the machine stopped is not to be trusted.
+            # Files that were not synced when the machine stopped can't be trusted.
             unsafe = self._db.execute(
                 f"SELECT name, generation, st_ino FROM files WHERE {_UNSAFE}", (self._boot_id,)
             ).fetchall()
@@ -232,11 +232,11 @@ class Catalog:
                 self._remove(name, generation, st_ino)
 
     def newest(self, most: int) -> list[Row]:
-        """The files that were used last, at most so many, least recently used first."""
+        """Read the rows of the `most` files that were used last, least recently used first."""
         return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
-        """A page of the files that may be evicted, by last use and name, behind `after`."""
+        """Read a page of rows that are not retained, by (last use, name), after `after`."""
         return self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -246,12 +246,12 @@ class Catalog:
         )
 
     def page(self, after: str, larger_than: int = -1) -> list[Row]:
-        """A page of the files that are larger than so many bytes, by name, behind `after`."""
+        """Read a page of rows of files larger than `larger_than` bytes, by name, after `after`."""
         condition = "WHERE name > ? AND size > ? ORDER BY name LIMIT ?"
         return self._rows(condition, after, larger_than, PAGE)
 
     def names(self, after: str) -> list[str]:
-        """A page of the names of all files, in their order, behind `after`."""
+        """Read a page of the sorted names of all files, beginning after the name `after`."""
         with self._lock, readable_errors():
             found = self._db.execute(
                 "SELECT name FROM files WHERE name > ? ORDER BY name LIMIT ?", (after, PAGE)
@@ -263,7 +263,7 @@ class Catalog:
         return names
 
     def unsynced(self, after: str, most: int) -> list[Row]:
-        """Files that may not survive a power cut, at most so many, by name, behind `after`."""
+        """Read at most `most` rows of files that are not synced, by name, after `after`."""
         return self._rows("WHERE NOT is_synced AND name > ? ORDER BY name LIMIT ?", after, most)
 
     def _rows(self, condition: str, *values: object) -> list[Row]:
@@ -271,18 +271,18 @@ class Catalog:
             found = self._db.execute(f"SELECT {_COLUMNS} FROM files {condition}", values)
             rows = found.fetchall()
         for row in rows:
-            # A damaged index has not told of it when the catalog was opened.
+            # `_prepare` removes such rows, but a damaged index can hide them from it.
             if not row[5] and row[6] != self._boot_id:
                 raise DamagedCatalogError("a row of another boot is left")
         return [_row(row) for row in rows]
 
     def find(self, name: str) -> Row | None:
-        """The row of the file of this name; None if there is none."""
+        """The row with this name, or None."""
         rows = self._rows("WHERE name = ?", name)
         return rows[0] if rows else None
 
     def sums(self, st_ino: int, generation: str, start: int, stop: int) -> list[Sum]:
-        """The checksums of a file for some of the bytes [start, stop), in order."""
+        """Read the checksums of a file that cover any of the bytes [start, stop), in order."""
         with self._lock, readable_errors():
             parts = self._db.execute(
                 "SELECT sums FROM sums"
@@ -293,18 +293,18 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return if each is still that file's, and the total."""
+        """Insert or extend rows; return the new total, and False for each row of another file."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
-            # All at once: half the time of one after the other.
+            # In one call: half the time of single calls.
             self._db.executemany("INSERT OR REPLACE INTO sums VALUES (?, ?, ?, ?)", sums)
             known = [total for total in added if total is not None]
             self._add(sum(total.bytes for total in known), sum(total.files for total in known))
             return [total is not None for total in added], self.total()
 
     def mark_synced(self, rows: Iterable[Row]) -> int:
-        """Mark files as synced; further ranges make them unsafe. Returns the number of rows."""
+        """Mark rows as synced, until their files get further ranges; return the number of rows."""
         with self.transaction():
             updates = []
             for row in rows:
@@ -319,20 +319,20 @@ class Catalog:
             return len(updates)
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
-        """Set when files were last used: (seconds since the epoch, name, generation) of each."""
+        """Set last-use times, given as (seconds since the epoch, name, generation)."""
         with self.transaction():
             self._db.executemany(
                 "UPDATE files SET used_at = ? WHERE name = ? AND generation = ?", times
             )
 
     def remove(self, name: str, generation: str, st_ino: int) -> Total:
-        """Remove a row if it is still of this file; return the total."""
+        """Remove a row if it still describes this file; return the new total."""
         with self.transaction():
             self._remove(name, generation, _signed(st_ino))
             return self.total()
 
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
-        """Give a file's row another name; it goes if there is a row of that name."""
+        """Rename a file's row, or remove it if a row with the new name exists."""
         file = (name, generation, st_ino)
         with self.transaction():
             row = self.find(name)
@@ -351,10 +351,10 @@ class Catalog:
             self._remove(name, generation, _signed(st_ino))
 
     def retain(self, identity: str, names: Mapping[str, str], since: float) -> set[str]:
-        """Keep files from being evicted: their names by key of the bucket `identity`.
+        """Exclude files from eviction; `names` maps keys of the bucket `identity` to file names.
 
-        `since`, in seconds since the epoch, is the time of that. Returns the names of the
-        other versions of these keys, which were retained until now.
+        `since` is the current time, in seconds since the epoch. Returns the names of other
+        versions of these keys, which were retained until now.
         """
         replaced = set()
         with self.transaction():
@@ -373,10 +373,10 @@ class Catalog:
     def release(
         self, identity: str, keys: KeyRange, stay: Stay, before: float = inf
     ) -> tuple[set[str], KeyRange | None]:
-        """Let the files of some keys be evicted; return their names, and what keys are left.
+        """Let the files of a page of `keys` be evicted; return their names and the keys left.
 
-        Those keys stay retained which `stay` returns, and those retained at the time `before` or
-        later, in seconds since the epoch.
+        Keys that `stay` returns remain retained, and so do keys that were last retained at or
+        after `before` (seconds since the epoch).
         """
         with self.transaction():
             rows = self._db.execute(
@@ -395,18 +395,18 @@ class Catalog:
         return set(names.values()), (rows[-1][0] + "\0", keys[1]) if is_more else None
 
     def retained_of(self, names: Iterable[str]) -> set[str]:
-        """Those of these names whose files are not evicted."""
+        """The given names whose files must not be evicted."""
         with self._lock:
             return {name for name in names if self.is_retained(name)}
 
     def is_retained(self, name: str) -> bool:
-        """True if a file is not evicted."""
+        """True if the file of this name must not be evicted."""
         with self._lock, readable_errors():
             found = self._db.execute("SELECT 1 FROM retained WHERE name = ?", (name,)).fetchone()
         return found is not None
 
     def total(self) -> Total:
-        """The sums of all mounts' files; raises DamagedCatalogError if there are none."""
+        """Read the total over all mounts' files; raises DamagedCatalogError if it is damaged."""
         with self._lock, readable_errors():
             totals = self._db.execute("SELECT bytes, files, crc FROM total").fetchall()
         if len(totals) != 1 or _total_checksum(*totals[0][:2]) != totals[0][2]:
@@ -429,7 +429,7 @@ class Catalog:
         self._db.close()
 
     def _remove(self, name: str, generation: str, st_ino: int) -> None:
-        """Remove the row of a file; `st_ino` is as SQLite keeps it."""
+        """Remove the row of a file; `st_ino` is signed, as SQLite stores it."""
         file = (name, generation, st_ino)
         size = self._db.execute(
             "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?", file
@@ -446,7 +446,7 @@ class Catalog:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
-        """Insert or extend a row, adding to `sums`; return what that adds, None if another's."""
+        """Insert or extend a row, adding to `sums`; return the growth, None if another file's."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0
@@ -498,20 +498,20 @@ class Catalog:
             yield *place, packed
 
     def _checksum_of(self, row: Row, ranges: bytes, *, is_synced: bool) -> int:
-        """The checksum of a row that is written in this boot."""
+        """Compute the checksum of a row with the current boot id."""
         return _checksum(
             row.name, row.generation, row.st_ino, row.size, ranges, is_synced, self._boot_id
         )
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The database, for queries."""
+        """Lock the database and yield it for queries."""
         with self._lock, readable_errors():
             yield self._db
 
     @contextmanager
     def transaction(self, *, is_durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """The database, for changes of which all are made or none; if `is_durable`, on the disk."""
+        """Lock the database and yield it for a transaction; if `is_durable`, its commit syncs."""
         with self._lock, readable_errors():
             if is_durable:
                 self._db.execute("PRAGMA synchronous=FULL")
@@ -520,7 +520,7 @@ class Catalog:
                 yield self._db
                 self._db.execute("COMMIT")
             finally:
-                # Of one that failed; a failure in the database may have ended it by itself.
+                # After a failure, unless SQLite has ended the transaction itself.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 if is_durable:
@@ -528,7 +528,7 @@ class Catalog:
 
 
 def is_text(path: str) -> bool:
-    """True if a path can be part of a key: one of a command line may have any bytes."""
+    """True if a path can be part of a key, that is, encoded; command lines may have any bytes."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -537,7 +537,7 @@ def is_text(path: str) -> bool:
 
 
 def key_ranges(path: str) -> list[KeyRange]:
-    """The keys at a path and below it; "" is above all."""
+    """The ranges of the keys at a path and below it; all keys for "", none for invalid text."""
     if not is_text(path):
         return []
     # "0" is the character after "/".
@@ -550,14 +550,14 @@ def _connected(path: Path) -> sqlite3.Connection:
         undo.callback(db.close)
         db.isolation_level = None
         _switch_to_wal(db)
-        # A lost commit only forgets; a synced row is committed after its data.
+        # Losing the last commits is harmless: a row is marked as synced only after its data.
         db.execute("PRAGMA synchronous=NORMAL")
         undo.pop_all()
     return db
 
 
 def _switch_to_wal(db: sqlite3.Connection) -> None:
-    """Turn on the write-ahead log; SQLite does not wait for others that do the same."""
+    """Turn on the write-ahead log; retries, as SQLite does not wait for others that do the same."""
     deadline = monotonic() + BUSY_S
     while True:
         try:
@@ -569,7 +569,7 @@ def _switch_to_wal(db: sqlite3.Connection) -> None:
         sleep(0.01)
 
 
-# In this order, and of these types; crc is what `_checksum` gives for those before `used_at`.
+# The columns in the order of `_TYPES`; crc is the `_checksum` of the columns before `used_at`.
 _COLUMNS = (
     "name, generation, st_ino, size, ranges, is_synced, boot_id, used_at, bytes, crc,"
     " EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -578,8 +578,8 @@ _TYPES = [str, str, int, int, bytes, int, str, float, int, int, int]
 
 
 def _row(values: tuple[Any, ...]) -> Row:
-    """A row of the database; raises DamagedCatalogError if its checksum does not match."""
-    # First: 0.5 is as good as 1 for SQLite's conditions, and as 0 for the checksum.
+    """Make a `Row` of a database row; raises DamagedCatalogError if its checksum is wrong."""
+    # Checked first, because SQLite's conditions treat 0.5 like 1 and the checksum like 0.
     if [*map(type, values)] != _TYPES:
         raise DamagedCatalogError("a row has values of wrong types")
     name, generation, st_ino, size, ranges, is_synced, _, used_at, total, crc, is_retained = values
@@ -605,7 +605,7 @@ def _checksum(
 
 
 def _inode(path: Path) -> int:
-    """The inode number of a file, 0 if there is none."""
+    """The inode number of a file, or 0 if there is no file."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -617,5 +617,5 @@ def _total_checksum(size: object, files: object) -> int:
 
 
 def _signed(st_ino: int) -> int:
-    """An inode number as SQLite keeps it, with a sign: some file systems have hashes of 64 bits."""
+    """Convert a 64-bit inode number to the signed integer that SQLite can store."""
     return st_ino - (1 << 64) if st_ino >= 1 << 63 else st_ino

@@ -1,8 +1,8 @@
 """Batches updates of the catalog.
 
 New ranges, last-use times and removals are collected in memory and written by
-one worker thread: a commit for each would cost more than the download of a
-small file. An update that is lost in a crash only costs a repeated download.
+one worker thread: one commit per update would take longer than the download of
+a small file. An update that is lost in a crash only costs a repeated download.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ logger = logging.getLogger("fusefs.cache")
 
 Result = TypeVar("Result")
 
-# How many files are synced in one call of a thread, and for how long: the call
+# Limits of one call that syncs files in a thread, in files and seconds: the call
 # can't be cancelled, and on a busy disk each file may take a second.
 SYNC_AT_ONCE = 256
 SYNC_GO_S = 1.0
 
 
 class CatalogWriter:
-    """The batches of one mount. Belongs to the event loop.
+    """Writes one mount's updates to the catalog in batches. Belongs to the event loop.
 
     `files` are the files that this mount has in memory, by name. `warn` is called with the
     reason why the catalog can't be written, `released` with the names of files that may be
-    evicted again. `has_neighbours` turns True when another mount has written in the directory.
+    evicted again. `has_neighbours` turns True when another mount has written to the catalog.
     """
 
     def __init__(
@@ -61,30 +61,30 @@ class CatalogWriter:
         self._released = released
         self.has_neighbours = False
         self._dirty: dict[str, CacheFile] = {}  # with ranges that the catalog does not have
-        # The name of the last file that was looked at to be synced.
+        # The name up to which `sync` has gone through the files that are not synced.
         self._synced_to = ""
-        # True if some were synced since the first file was looked at.
+        # True if any file was synced since `sync` began with the first name.
         self._has_synced = False
         self._used: dict[str, CacheFile] = {}
-        # Those whose rows are being written, but for those that were forgotten meanwhile.
+        # The files whose rows are being written, without those forgotten meanwhile.
         self._recording: set[CacheFile] = set()
-        # Rows to be removed or renamed, in this order.
+        # Pending removals and renames of rows, in order.
         self._changes: list[Callable[[], object]] = []
-        # The names of files that are to be retained, by key of the bucket `identity`.
+        # The names of files to retain, by key of the bucket `identity`.
         self._retaining: dict[str, str] = {}
         self._being_retained: dict[str, str] = {}
         self._thread = trio.CapacityLimiter(1)
-        # Totals are used in the order in which the catalog computed them: of two
-        # that were used the other way round, the older would count for too much.
+        # Held while a total is computed and applied to the quota, so that an older
+        # total never replaces a newer one.
         self._counting = trio.Lock()
 
     def arrived(self, file: CacheFile) -> None:
-        """A file has new ranges or checksums."""
-        if file.is_ours:  # else the name is another file's
+        """Write a file's new ranges and checksums with the next batch."""
+        if file.is_ours:  # else another file has the name's row
             self._dirty[file.name] = file
 
     def used(self, file: CacheFile) -> None:
-        """A file was used: its last-use time is written with the next batch."""
+        """Write a file's last-use time with the next `touch`."""
         self._used[file.name] = file
 
     def forget(self, file: CacheFile) -> None:
@@ -95,20 +95,20 @@ class CatalogWriter:
         self._quota.uncommitted -= file.unrecorded
 
     def record_again(self, file: CacheFile) -> None:
-        """Write a file's row anew, which was removed."""
+        """Write a file's row, which was removed, again with the next batch."""
         file.recorded = 0
         self._quota.uncommitted += file.present.total
         self.arrived(file)
 
     def lost(self, file: CacheFile) -> None:
-        """A file is gone: remove its row with the next batch."""
+        """Remove the row of a file that is gone with the next batch."""
         if file.recorded:
             self._changes.append(
                 partial(self._catalog.remove, file.name, file.generation, file.st_ino)
             )
 
     def renamed(self, file: CacheFile, old_name: str) -> None:
-        """A file has another name: rename its row with the next batch."""
+        """Rename the row of a file that was renamed from `old_name` with the next batch."""
         for files in (self._dirty, self._used):
             if files.get(old_name) is file:
                 files[file.name] = files.pop(old_name)
@@ -116,7 +116,7 @@ class CatalogWriter:
             self._changes.append(
                 partial(self._catalog.rename, old_name, file.generation, file.st_ino, file.name)
             )
-            # Recorded once more, it turns out whether another mount has that row.
+            # Writing the row again shows whether another mount owns the row of the new name.
             self._dirty[file.name] = file
 
     @property
@@ -126,16 +126,16 @@ class CatalogWriter:
         return sum(not file.recorded and file.present.total > 0 for file in pending)
 
     def retain(self, key: str, name: str) -> None:
-        """A file of this key of the bucket is not to be evicted."""
+        """Retain the file `name` of a key of the bucket with the next batch."""
         self._retaining[key] = name
 
     @property
     def retaining(self) -> set[str]:
-        """The names of the files that the catalog may not know to be retained."""
+        """The names of files to retain that the catalog may not have as retained yet."""
         return {*self._being_retained.values(), *self._retaining.values()}
 
     async def release(self, path: str, stay: Stay, before: float = math.inf) -> bool:
-        """As `Catalog.release`, for all keys at and below a path, in parts; False if it fails."""
+        """Call `Catalog.release` for all keys at and below a path; False if the catalog fails."""
         for keys in key_ranges(path):
             left: KeyRange | None = keys
             while left is not None:
@@ -148,13 +148,13 @@ class CatalogWriter:
         return True
 
     def is_idle(self, file: CacheFile) -> bool:
-        """True if the catalog has all that is known of a file, so that it can be read again."""
+        """True if the catalog has all data of a file, so that it can be unloaded and read again."""
         name = file.name
         is_pending = name in self._dirty or name in self._used or file in self._recording
         return not (is_pending or file.unrecorded or file.sums) and file.is_ours
 
     async def record(self) -> None:
-        """Write everything that has arrived, and see whether other mounts wrote."""
+        """Write all pending updates except `touch`'s; check if other mounts have written."""
         async with self._counting:
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
             changes, self._changes = self._changes, []
@@ -193,14 +193,14 @@ class CatalogWriter:
                 if file in known and file.generation == row.generation:
                     self._was_recorded(file, row, bytes_now, is_ours=is_ours)
                 elif is_ours:
-                    # Dropped or evicted meanwhile, and its bytes were taken off then.
+                    # The file was dropped or evicted meanwhile, and its bytes deducted then.
                     remove = partial(self._catalog.remove, row.name, row.generation, row.st_ino)
                     self._changes.append(remove)
 
     def _was_recorded(self, file: CacheFile, row: Row, bytes_now: int, *, is_ours: bool) -> None:
-        """Note that the catalog has a row of a file, or with `is_ours` False has another's."""
+        """Update a file after its row was written, or refused (`is_ours` False: another file's)."""
         if file.name != row.name:
-            # Renamed meanwhile. Recorded once more, it turns out whose the row of its name is.
+            # Renamed meanwhile. Writing the row again shows which file owns the new name's row.
             self._dirty[file.name] = file
             rename = partial(self._catalog.rename, row.name, row.generation, row.st_ino, file.name)
             self._changes.append(rename)
@@ -227,29 +227,28 @@ class CatalogWriter:
             total = await self.in_catalog(update)
             if total is None:
                 self._changes = [*changes, remove, *self._changes]
-                # Else it would look as if nothing had become free, and all files would go.
+                # Otherwise the evictor would see no bytes become free, and evict all files.
                 self._quota.committed -= recorded
             else:
                 self._quota.committed, self._quota.files = total
 
     async def touch(self) -> None:
-        """Write last-use times, for the order of eviction after a restart."""
+        """Write the pending last-use times, for the order of eviction after a restart."""
         used, self._used = self._used, {}
         times = [(file.used_at, file.name, file.generation) for file in used.values()]
         await self.in_catalog(self._catalog.touch, times)
 
     async def sync_all(self, limit_s: float) -> None:
-        """Make files safe against a power cut, as many as `limit_s` seconds suffice for."""
+        """Sync as many files as possible within `limit_s` seconds."""
         with trio.move_on_after(limit_s):
             while await self.sync(idle_s=0.0):
                 pass
 
     async def sync(self, idle_s: float) -> bool:
-        """Make some files safe against a power cut that got no bytes for `idle_s` seconds.
+        """Sync some of the files that got no bytes for `idle_s` seconds (safe in a power cut).
 
-        Returns False at the last of them, or where none of them could be synced. What the disk
-        is too slow for is left to the next call, and what it refuses until all others have had
-        their turn.
+        Returns True if another call may sync more. Calls go through the files by name: each call
+        continues where the last one ran out of time, and retries refused files after all others.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         after = self._synced_to
@@ -276,14 +275,17 @@ class CatalogWriter:
         return True
 
     def _may_be_synced(self, row: Row, before: float) -> bool:
-        """True unless a file got bytes since `before`, in monotonic seconds, or is about to."""
+        """False if a row's file got bytes after `before` (monotonic seconds), or will get some."""
         file = self._files.get(row.name)
         if file is None or file.generation != row.generation:
             return True
         return file.written_at <= before and not file.downloads and not file.unrecorded
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
-        """Call a function in the catalog's thread, shielded, twice if damaged; None if it fails."""
+        """Run `function` in the catalog's thread; None, after a warning, if it fails. Shielded.
+
+        A damaged catalog is replaced, and `function` is called again.
+        """
         with trio.CancelScope(shield=True):
             try:
                 try:
@@ -297,7 +299,7 @@ class CatalogWriter:
         return None
 
     async def recover_from(self, error: sqlite3.Error) -> bool:
-        """After damage, begin another catalog with the files in memory; False if it was none."""
+        """If `error` means damage, begin a new catalog with the files in memory; False if not."""
         if not is_damage(error):
             return False
         rows = [file.row() for file in self._files.values() if file.recorded]

@@ -1,11 +1,11 @@
-"""The cache directory, and the object files in it: what threads do there.
+"""Disk operations on the cache directory and its object files. They run in threads.
 
     DIRECTORY/format
     DIRECTORY/PRINCIPAL/objects/ab/abcdef….GENERATION
 
-All calls block, and those of `Disk` may raise OSError. They know nothing of
-what a file holds; its name is made of the version, and the generation tells it
-from all other files that ever had this name.
+All calls block, and those of `Disk` may raise OSError. The content of a file
+does not matter here: its name is a hash of the object version, and the generation
+distinguishes it from all other files that ever had this name.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ logger = logging.getLogger("fusefs.cache")
 T = TypeVar("T")
 
 FORMAT_MARK = b"fusefs cache 1\n"
-# What mounts leave to later ones, staged files above all; all else was fetched.
+# State that mounts leave to later ones, mainly staged files; all else can be fetched again.
 STATE = "mounts"
-# Locked in its part of the cache by each mount (integrity/scrub.py).
+# The file that each mount locks in its part of the cache (`hold_in_use`).
 IN_USE = "in-use"
 
 FOLDERS = 256  # by the first two digits of the name
 # Files without a row are removed when they are older than any batch of the catalog.
 ORPHAN_AGE_S = 15.0
 
-# How long a write takes that holds up whoever makes it.
+# Disk accesses that take longer than this are slow.
 SLOW_S = 0.02
 SLOW_IN_THREAD_S = 0.25
-# For how long writes go to threads after a slow one, and at most if the next in the event loop
-# is slow as well: each of those holds up the event loop.
+# After a slow access, accesses go to threads for this long. The time doubles, up to the maximum,
+# while the next access in the event loop is slow again, as each of these delays the event loop.
 FIRST_IN_THREADS_S = 0.1
 LONGEST_IN_THREADS_S = 3.2
-# After so long without a slow write the disk has caught up.
+# After this long without a slow access the disk has caught up.
 FORGET_S = 5.0
 
-# Of a range of an open file description: kind, whence, start, length (0: to the end), pid (0).
-# As with flock, the lock of a file that is registered for passthrough is the kernel's.
+# struct flock, for OFD locks: kind, whence, start, length (0: to the end), pid (0). The lock
+# belongs to the open file description, which the kernel shares after registration (passthrough).
 _LOCK = struct.Struct("hhqqi4x")
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -66,28 +66,28 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 class Disk:
     """The object files of one principal, of all mounts that share the directory.
 
-    Descriptors that it returns carry a read lock, which keeps the other
-    mounts from unlinking the file. Each mount locks a byte of its own, so that
-    it tells its locks from others', also those that the kernel holds for it.
+    The descriptors that it returns carry a read lock, which keeps other mounts
+    from unlinking the file. Each mount locks a byte of its own, so that it can
+    distinguish its locks, including those that the kernel holds, from other mounts'.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder, or make it.
+        """Create the folder if it does not exist.
 
-        The folders in it are made when they are needed: all of them would be most of the time
-        that it takes to open an empty cache.
+        Its subfolders are created when needed: creating all of them would be most of the
+        time that it takes to open an empty cache.
         """
         self.folder = folder
-        self._byte = 1  # of mounts that take no file out
+        self._byte = 1  # the lock byte of mounts that take no files out
         folder.mkdir(parents=True, exist_ok=True)
 
     def lock_as(self, mount: str) -> None:
-        """Have the files that are opened from now on locked by this mount, whatever its process."""
+        """Choose the lock byte for files opened from now on; every process of `mount` has it."""
         digest = blake2b(mount.encode(), digest_size=8).digest()
         self._byte = 2 + (int.from_bytes(digest, "big") >> 2)
 
     def create(self, name: str, size: int) -> tuple[int, str, int]:
-        """Create an empty file of a new generation: (descriptor, generation, st_ino)."""
+        """Create an empty file; return (descriptor, new generation, st_ino)."""
         path = self.new_path(name)
         create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fd = self._with_folder(name, create)
@@ -100,12 +100,12 @@ class Disk:
         return self.created(path, fd)
 
     def new_path(self, name: str) -> str:
-        """The path of a new generation of a name, whose file is yet to be created."""
+        """The path for a file of this name with a new generation; does not create the file."""
         check_unreserved()
         return self._path(name, f"{random.getrandbits(32):08x}")
 
     def created(self, path: str, fd: int) -> tuple[int, str, int]:
-        """Use a file that was created at `new_path`: (descriptor, generation, st_ino)."""
+        """Take over a file created at `new_path`; return (descriptor, generation, st_ino)."""
         try:
             self._note_use(fd)
             return fd, path.rpartition(".")[2], os.fstat(fd).st_ino
@@ -115,22 +115,22 @@ class Disk:
             raise
 
     def adopt(self, name: str, path: str) -> tuple[str, int]:
-        """Make a file of this disk a new generation of a name: (generation, st_ino)."""
+        """Move a file of this disk into the cache; return its new (generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
         target = self._path(name, generation)
         self._with_folder(name, partial(os.rename, path, target))
         return generation, os.stat(target).st_ino
 
     def take_out(self, name: str, generation: str, path: str) -> None:
-        """Move a file that is to be written to out of the cache, to a path on the same disk."""
+        """Move a file that will be written to out of the cache, to a path on the same disk."""
         os.rename(self._path(name, generation), path)
 
     def bring_back(self, name: str, generation: str, path: str) -> None:
-        """Undo `take_out`."""
+        """Undo `take_out`: move the file at `path` back into the cache."""
         os.rename(path, self._path(name, generation))
 
     def is_shared(self, fd: int) -> bool:
-        """True if another mount uses a file that is open here."""
+        """True if another mount holds a lock on the open file `fd`."""
         for start, length in ((0, self._byte), (self._byte + 1, 0)):
             asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
             found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
@@ -143,12 +143,12 @@ class Disk:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, use)
 
     def rename(self, name: str, generation: str, new_name: str) -> None:
-        """Give a file another name; it keeps its generation."""
+        """Rename a file within the cache; the generation stays the same."""
         paths = self._path(name, generation), self._path(new_name, generation)
         self._with_folder(new_name, partial(os.rename, *paths))
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
-        """The descriptor of a file, or -1 if there is no such file of that inode and size."""
+        """Open and lock a file; -1 if there is no such file with this inode number and size."""
         check_unreserved()
         path = self._path(name, generation)
         try:
@@ -158,7 +158,7 @@ class Disk:
         try:
             self._note_use(fd)
             found = os.fstat(fd)
-            # Between open and lock another mount may have unlinked it, or taken it out.
+            # Between open and lock, another mount may have unlinked the file or taken it out.
             is_there = os.stat(path).st_ino == found.st_ino
         except FileNotFoundError:
             is_there = False
@@ -171,11 +171,11 @@ class Disk:
         return -1
 
     def open_to_examine(self, name: str, generation: str, *, is_direct: bool) -> DirectReader:
-        """A file to be read; with `is_direct` past the page cache."""
+        """Open a file for comparing its bytes; with `is_direct` past the page cache."""
         return DirectReader(self._path(name, generation), is_direct=is_direct)
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file: None if a mount uses it, a descriptor if it is mapped, else -1."""
+        """Unlink a file; return None if a mount uses it, its descriptor if mapped, else -1."""
         path = self._path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -185,13 +185,13 @@ class Disk:
             _lock(fd, fcntl.F_WRLCK)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            # Others that wait for the lock see then that the file has gone.
+            # Mounts that wait for the lock then notice that the file is gone.
             _lock(fd, fcntl.F_UNLCK)
         except BlockingIOError:
             os.close(fd)
             return None
         except OSError:
-            os.close(fd)  # and with it the lock, for which an open of the file would wait
+            os.close(fd)  # also ends the lock, for which an open of the file would wait
             raise
         if is_unused(fd):
             os.close(fd)
@@ -199,12 +199,12 @@ class Disk:
         return fd
 
     def drop(self, name: str, generation: str) -> None:
-        """Unlink a file that no other mount knows."""
+        """Unlink a file that no other mount knows; no error if it is gone."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(name, generation))
 
     def sync(self, name: str, generation: str) -> bool:
-        """Make a file's bytes safe against a power cut; False if it is gone or the disk failed."""
+        """Call fdatasync on a file; False if the file is gone or the disk failed."""
         try:
             fd = os.open(self._path(name, generation), _FLAGS)
         except OSError:
@@ -219,14 +219,14 @@ class Disk:
         return True
 
     def has_inode(self, name: str, generation: str, st_ino: int) -> bool:
-        """True if a file is there and is this one."""
+        """True if the file exists and has this inode number."""
         try:
             return os.stat(self._path(name, generation)).st_ino == st_ino
         except OSError:
             return False
 
     def generation_of(self, name: str, st_ino: int) -> str | None:
-        """The generation of the file of a name that has this inode."""
+        """Find the generation of the file with this name and inode number, or None."""
         with (
             contextlib.suppress(FileNotFoundError),
             os.scandir(self.folder / name[:2]) as entries,
@@ -238,7 +238,7 @@ class Disk:
         return None
 
     def listed(self, folder: int) -> list[tuple[str, str]]:
-        """The (name, generation) of each file in one of the folders."""
+        """List the (name, generation) of each file in the subfolder with this number."""
         try:
             entries = os.listdir(self.folder / f"{folder:02x}")
         except FileNotFoundError:
@@ -249,7 +249,7 @@ class Disk:
     def remove_orphan(
         self, name: str, generation: str, age_s: float, is_known: Callable[[], bool]
     ) -> None:
-        """Remove a file that is not in use, is older than `age_s` seconds, and not known."""
+        """Remove a file unless it is in use, not older than `age_s` seconds, or `is_known()`."""
         path = self._path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -260,13 +260,13 @@ class Disk:
             if time.time() - os.fstat(fd).st_mtime > age_s and not is_known():
                 os.unlink(path)
         except OSError as error:
-            # A lock means that it is in use. Other errors are left to the next start.
+            # If it is locked, it is in use. After other errors the next start tries again.
             logger.debug("%s stays: %s", path, error)
         finally:
             os.close(fd)
 
     def _with_folder(self, name: str, make_file: Callable[[], T]) -> T:
-        """Return what `make_file` returns, for a file of this name; its folder may be missing."""
+        """Call `make_file`, which creates a file of this name; create its subfolder if missing."""
         try:
             return make_file()
         except FileNotFoundError:
@@ -275,29 +275,29 @@ class Disk:
             return make_file()
 
     def _path(self, name: str, generation: str) -> str:
-        # By hand: pathlib takes longer than the disk does.
+        # Not with pathlib, which takes longer than the disk does.
         return f"{self.folder}/{name[:2]}/{name}.{generation}"
 
 
 def _lock(fd: int, kind: int) -> None:
-    """Lock or unlock an open file; raises BlockingIOError while others use it."""
+    """Lock or unlock an open file; raises BlockingIOError if another mount uses it."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
 
 
 def is_unused(fd: int) -> bool:
-    """True if no other open or mapping of a file is left: then a write lease is granted (ext4)."""
+    """True if `fd` is the only open or mapping of its file: only then ext4 grants a write lease."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # this file system has no leases: believe that it is
+        return True  # this file system has no leases: assume that it is unused
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
 
 
 async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:
-    """Remove old files without a row, unless `is_ours` (name, generation). May raise OSError."""
+    """Remove old files without a row, unless `is_ours(name, generation)`; may raise OSError."""
     for folder in range(FOLDERS):
         for name, generation in await trio.to_thread.run_sync(disk.listed, folder):
             if not is_ours(name, generation):
@@ -308,17 +308,17 @@ async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, st
 def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
     def is_known() -> bool:
         row = catalog.find(name)
-        # One in memory knows nothing of what other mounts have here.
+        # A catalog in memory does not have the rows of other mounts.
         return catalog.is_in_memory or (row is not None and row.generation == generation)
 
     try:
         disk.remove_orphan(name, generation, ORPHAN_AGE_S, is_known)
     except sqlite3.Error as error:
-        logger.debug("%s stays: %s", name, error)  # for the next start
+        logger.debug("%s stays: %s", name, error)  # the next start tries again
 
 
 def hold_in_use(directory: Path) -> int:
-    """Lock a part of a cache directory against its removal (purge.py); -1 if that fails."""
+    """Lock a part of a cache directory against removal (purge.py); return the descriptor or -1."""
     fd = -1
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -330,15 +330,15 @@ def hold_in_use(directory: Path) -> int:
 
 
 class DiskLatency:
-    """Watches disk accesses, from any thread, and says whether the event loop may make them.
+    """Measures disk accesses of any thread, and decides if the event loop may make small ones.
 
-    A write into the page cache takes microseconds, less than to hand it to a thread, until the
-    disk is behind and the kernel holds writers back. A writer that the kernel put to sleep for
-    long is taken for that; a writer that lost the processor to other threads is not.
+    A write into the page cache takes microseconds, less than handing it to a thread, until the
+    disk falls behind and the kernel throttles writers. A long write counts as slow only if its
+    thread slept (a voluntary context switch), not if it lost the processor to other threads.
 
-    A thread also sleeps while it waits for the interpreter's lock, which looks the same.
-    So a write in a thread has to be slower by far to count: otherwise threads that are many
-    would keep all writes in threads, each of which costs twice as much there.
+    A thread also sleeps while it waits for the interpreter lock, which looks the same. So the
+    limit for a write in a thread is much higher: otherwise many threads would keep all writes
+    in threads, where each costs twice as much.
     """
 
     def __init__(self) -> None:
@@ -347,15 +347,15 @@ class DiskLatency:
 
     @property
     def is_quick(self) -> bool:
-        """True if no access of late was slow, so that the event loop may make small ones."""
+        """True if no recent access was slow, so that the event loop may make small accesses."""
         return time.monotonic() >= self._slow_until
 
     def begin(self) -> tuple[int, float]:
-        """Begin to measure an access of this thread; the result is for `end`."""
+        """Begin to measure an access of this thread; pass the result to `end`."""
         return getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
 
     def end(self, began: tuple[int, float], *, is_in_loop: bool) -> None:
-        """Note how long the access has taken."""
+        """End the measurement of an access that `begin` has begun."""
         sleeps, at = began
         now = time.monotonic()
         limit_s = SLOW_S if is_in_loop else SLOW_IN_THREAD_S
@@ -373,7 +373,7 @@ class CacheDirectoryError(Exception):
 
 @contextlib.contextmanager
 def usable(directory: Path) -> Iterator[None]:
-    """Raise an OSError of the cache directory as a CacheDirectoryError, for the user."""
+    """Turn an OSError of the block into a CacheDirectoryError with a message for the user."""
     try:
         yield
     except OSError as error:
@@ -385,7 +385,7 @@ def usable(directory: Path) -> Iterator[None]:
 def prepare_directory(directory: Path, *, in_any_case: bool = False) -> None:
     """Create the cache directory, or check that it is one and belongs to this user. Blocks.
 
-    Raises CacheDirectoryError; `in_any_case` logs it, for a mount that is served already.
+    Raises CacheDirectoryError, or with `in_any_case` (a mount that is served already) logs it.
     """
     try:
         with usable(directory):
@@ -417,12 +417,12 @@ def _prepare(directory: Path) -> None:
             f"{directory} is not empty, and is not a cache of fusefs: choose another with"
             " --cache-dir"
         )
-    # Only now that it is known to belong to this user and to have no other use.
+    # Only now: the directory belongs to this user and has no other use.
     directory.chmod(0o700)
-    # Whole or not at all, also after a power cut: a staged file may be beside it by then.
+    # Written atomically, also across a power cut: by then a staged file may lie beside it.
     files.replace(mark, FORMAT_MARK, is_durable=True, suffix=f".{os.getpid()}")
 
 
 def _is_harmless(name: str) -> bool:
-    """True if this may be in an empty cache directory."""
+    """True if an otherwise empty cache directory may contain an entry of this name."""
     return name == "lost+found" or name.startswith("format.")

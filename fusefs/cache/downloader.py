@@ -1,18 +1,17 @@
 """Downloads into the cache: each range is downloaded once, however many readers wait for it.
 
-A `Download` is one ranged GET into one cache file. It has a position, and
-everything before that has been written; a reader waits for the position to
-pass the end of what it needs, so it is woken when its bytes arrive and not
-when the range ends. A reader that needs bytes which no download will bring
-starts one; the next readers join it.
+A `Download` is one ranged GET into one cache file. All bytes before its position
+have been written. A reader waits until the position passes the end of the bytes it
+needs, so it is woken when they arrive and not when the whole range ends. A reader
+that needs bytes of no running download starts one; later readers join it.
 
-A download ends early when its readers were cancelled and the prefetch that
-wanted it has been closed. What arrived until then is kept.
+A download is cancelled when its readers were cancelled and the prefetch that
+wanted it was closed. The bytes that have arrived by then stay in the cache.
 
 When the cache has no room or its disk fails, `wait_for` raises `NotKeptError`,
-and the bytes are read without being kept (`read_unkept`).
+and the caller reads the bytes past the cache (`read_unkept`).
 
-All of this belongs to the event loop; large ranges are written by the store's engine in
+All of this belongs to the event loop; the store's engine writes large ranges in
 threads of its own (`FileSink`).
 """
 
@@ -42,28 +41,28 @@ from fusefs.telemetry.stalls import WaitCause, Work, stage
 
 T = TypeVar("T")
 
-# What a random read brings at least: a request costs as much time as this many
-# bytes, so less would save nothing, and more would be wasted on a jumping reader.
+# The least that a random read downloads: a request takes as long as this many bytes,
+# so fewer would save nothing, and more would be wasted on a reader that jumps.
 BLOCK = 256 << 10
-# What the first read of a file brings: most readers of the beginning go on.
+# The least that the first read of a file downloads: most programs read on from there.
 FIRST_BYTES = 1 << 20
 # One GET of a sequential reader: long enough to make requests cheap, short
-# enough for several to run side by side.
+# enough for several to run in parallel.
 PART = 8 << 20
 
 
 class NotKeptError(Exception):
-    """The cache cannot take the bytes: read them without it."""
+    """The cache has no room or fails; the caller must read past the cache."""
 
 
 class Download:
-    """One range [start, stop) of one file that is being downloaded.
+    """The download of one range [start, stop) of one file.
 
-    `position` is up to where bytes have arrived; `demanded` counts the readers
-    that wait, `wanted` the prefetches and jobs that are interested. For jobs what was
-    used since `keep_used_since`, in seconds since the epoch, is not evicted. `on_end`
-    is called when it has ended, `note_demand` with 1 when the first reader waits for it and
-    with -1 when none does any more.
+    All bytes before `position` have arrived. `demanded` counts the waiting readers,
+    `wanted` the interested prefetches and jobs. A job's download evicts no file that was
+    used at or after `keep_used_since` (seconds since the epoch). `on_end` is called when the
+    download has ended, `note_demand` with 1 when the first reader begins to wait, and
+    with -1 when no reader waits any more.
     """
 
     __slots__ = (
@@ -105,24 +104,24 @@ class Download:
         self._waiters: list[tuple[int, trio.Event]] = []
 
     def join(self, keep_used_since: float) -> None:
-        """A job wants it as well: what may be evicted for either is evicted for it."""
+        """Add a job: whatever may be evicted for it or an earlier user may be evicted now."""
         self.keep_used_since = max(keep_used_since, self._kept_since())
 
     def kept_since(self) -> float:
-        """The time since when used files are not evicted for it, in seconds since the epoch.
+        """The time (epoch seconds) at or after which a file's last use protects it from eviction.
 
-        -inf: it is fetched ahead, and has the room that there is for that alone.
+        inf: no file is protected. -inf: only files of less value than one fetched ahead may go.
         """
         return math.inf if self.demanded else self._kept_since()
 
     def _kept_since(self) -> float:
-        """As `kept_since`, without those that wait for it."""
+        """Like `kept_since`, as if no reader waited."""
         if self.keep_used_since is not None:
             return self.keep_used_since
         return -math.inf if self.file.rank is Rank.AHEAD else math.inf
 
     def advance(self, position: int) -> None:
-        """Wake the readers whose bytes lie before `position`: all before it is in the file."""
+        """Record that all bytes before `position` are in the file; wake their readers."""
         self.position = position
         if self._waiters:
             reached = [event for needed, event in self._waiters if needed <= position]
@@ -131,7 +130,7 @@ class Download:
                 event.set()
 
     def finish(self, error: Exception | None) -> None:
-        """End the download and wake all readers; with an error they raise it."""
+        """Mark the download as ended and wake all readers, which raise `error` unless None."""
         self.error = error
         self.is_done = True
         for _, event in self._waiters:
@@ -140,7 +139,7 @@ class Download:
         self.on_end()
 
     def note_wait(self, start: int, stop: int) -> int:
-        """A reader waits for [start, stop); return how many bytes none has waited for so far."""
+        """Note a reader's wait for [start, stop); return how many bytes had no reader before."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new
@@ -148,7 +147,7 @@ class Download:
     async def reach(self, position: int) -> None:
         """Wait until the bytes before `position` have arrived, or the download has ended.
 
-        Cancelling the caller stops the download unless others want it.
+        If the caller is cancelled and nothing else wants the download, it is cancelled, too.
         """
         event = trio.Event()
         self._waiters.append((position, event))
@@ -189,7 +188,7 @@ class Download:
         )
 
     def unwant(self) -> None:
-        """End the interest of a prefetch; a download that is not wanted by others is stopped."""
+        """End the interest of a prefetch or job; cancel the download if nothing else wants it."""
         self.wanted -= 1
         self._stop_if_unwanted()
 
@@ -201,11 +200,11 @@ class Download:
 class Downloader:
     """All downloads of one mount; they run in `nursery`.
 
-    What is read past the cache takes at most `unkept` bytes of memory. Ahead of
-    their readers at most `most_parts` parts of large files and `most_small` small
-    files are to be under way. Where the `source` is a cluster cache as well, `on_fetched` is
-    called with a pinned file and the range that a download has brought, also of one that was
-    cancelled: its last reader may have left between the last byte and the end.
+    Reads past the cache take at most `unkept` bytes of memory. At most `most_parts` parts of
+    large files and `most_small` small files are fetched ahead of their readers at a time. If
+    `source` includes a cluster cache, `on_fetched` is called with a pinned file and the range
+    that a download has brought, even if the download was cancelled, as its last reader may have
+    left between the last byte and the end.
     """
 
     def __init__(
@@ -229,12 +228,12 @@ class Downloader:
         self._nursery = nursery
         self._running: set[Download] = set()
         self.demand = Demand()
-        # Whether what a download brings shows that the version is the current one.
+        # True if a successful download proves that the version is current in the bucket.
         self.proves_versions = on_fetched is None
         self._on_fetched = on_fetched
-        # What readers have waited for, and so was not fetched ahead of them.
+        # The bytes that readers have waited for, which were not fetched early enough.
         self.waited_bytes = 0
-        # The downloads of each file that has any.
+        # The running downloads by file.
         self._of: dict[CacheFile, list[Download]] = {}
 
     @property
@@ -248,19 +247,19 @@ class Downloader:
         return self._cache.quota.limit
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` beside the downloads, and end it with them."""
+        """Run `work` in the downloads' nursery, so that it is cancelled with them."""
         self._nursery.start_soon(work)
 
     async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
         """Return once the bytes [start, stop) are in the file, which the caller has pinned.
 
-        Starts or joins the downloads that are missing. Cancelling the caller
-        leaves them running for other readers, and stops them if there are none.
+        Starts or joins downloads of the missing bytes. If the caller is cancelled,
+        a download that nothing else wants is cancelled, too.
 
         Raises:
             StaleVersionError: the object in the bucket is no longer this version.
-            StoreError: S3 could not serve the range; `.errno` says how to answer.
-            NotKeptError: the cache has no room for it.
+            StoreError: S3 could not serve the range; `.errno` is the answer to the program.
+            NotKeptError: the cache has no room for the bytes, or its disk fails.
         """
         if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             raise NotKeptError
@@ -275,17 +274,17 @@ class Downloader:
                 raise download.error
 
     async def fill(self, file: CacheFile, start: int, stop: int, keep_used_since: float) -> int:
-        """Download what is missing of [start, stop) in a pinned file, at low priority.
+        """Download the missing bytes of [start, stop) of a pinned file, at low priority.
 
-        The range is at most a part. Evicts nothing that was used since
-        `keep_used_since`, in seconds since the epoch. Returns how many bytes were
-        missing. Cancelling stops the downloads that are not wanted by others.
+        The range is at most a `PART`. No file that was used at or after `keep_used_since`
+        (seconds since the epoch) is evicted. Returns how many bytes were missing. If the caller
+        is cancelled, downloads that nothing else wants are cancelled, too.
 
         Raises:
             StoreError, NotKeptError: as for `wait_for`.
         """
         brought = await self._fill(file, start, stop, keep_used_since)
-        file.first_read(start, stop)  # its first reader finds it in the cache
+        file.first_read(start, stop)  # so that the bytes do not count as fetched but unread
         return brought
 
     async def _fill(self, file: CacheFile, start: int, stop: int, keep_used_since: float) -> int:
@@ -310,9 +309,9 @@ class Downloader:
         return brought
 
     async def fill_all(self, file: CacheFile) -> None:
-        """Download what a file lacks, at low priority, as many parts at a time as the path bears.
+        """Download a file's missing parts at low priority, `path.width` parts at a time.
 
-        Ends early where a part can't be had: its reader gets the error.
+        Stops at the first part that fails; the reader of that part gets the error itself.
         """
         self._cache.pin_again(file)
         turns = trio.Semaphore(self.path.width)
@@ -334,10 +333,10 @@ class Downloader:
             self._cache.unpin(file)
 
     def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
-        """Start or join what is missing of [start, stop) ahead of its use, in parts.
+        """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
 
-        For a file that was not opened yet there may be no room in the cache.
-        The caller keeps the downloads and calls `unwant` when it loses interest.
+        Returns fewer if the cache has no room for a file that was not opened yet.
+        The caller calls `unwant` on each when it loses interest.
         """
         started = []
         at = start
@@ -359,7 +358,7 @@ class Downloader:
         return started
 
     def find(self, file: CacheFile, offset: int) -> Download | None:
-        """The download that will bring the byte at `offset`."""
+        """The running download that will bring the byte at `offset`, or None."""
         for download in self._of.get(file, ()):
             is_ending = download.is_done or download.cancel_scope.cancel_called
             if download.position <= offset < download.stop and not is_ending:
@@ -378,11 +377,11 @@ class Downloader:
         return sink.data
 
     def describe(self) -> list[str]:
-        """A line for each download that is under way."""
+        """Describe each running download in one line."""
         return [download.describe() for download in self._running]
 
     def _demand(self, file: CacheFile, start: int, stop: int) -> Download:
-        """Start the download that a reader waits for, with what lies behind its range."""
+        """Start the download that a reader waits for, extended to a minimum size."""
         least = BLOCK if start else FIRST_BYTES
         stop = -(-max(stop, start + least) // BLOCK) * BLOCK
         gap = file.present.first_missing(start, min(stop, file.size))
@@ -390,7 +389,7 @@ class Downloader:
         return self._start(file, start, self._free_until(file, *gap))
 
     def _free_until(self, file: CacheFile, start: int, stop: int) -> int:
-        """The offset where the next download that is under way begins, `stop` at most."""
+        """The start of the next running download after `start`, at most `stop`."""
         return min(
             [stop, *(other.start for other in self._of.get(file, ()) if other.start > start)]
         )
@@ -409,7 +408,7 @@ class Downloader:
             self._source.hurry()
 
     async def _run(self, download: Download) -> None:
-        """Bring one range in; its error is raised by the waiters, never here."""
+        """Run a download to its end; never raises its error, which its waiters raise."""
         file = download.file
         self._running.add(download)
         error: Exception | None = NotKeptError()
@@ -427,14 +426,14 @@ class Downloader:
             if self._on_fetched is not None and download.position > download.start:
                 self._on_fetched(file, download.start, download.position)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
-                self._cache.keep_open(file)  # its first open is spared the wait for the disk
+                self._cache.keep_open(file)  # so that its first open does not wait for the disk
             self._cache.unpin(file)
 
     async def _bring(self, download: Download) -> Exception | None:
         file = download.file
         is_whole = download.stop - download.start == file.size
         if is_whole and self._cache.is_new(file) and not file.opening.locked():
-            # What brings a small file creates it as well: one wait less.
+            # The download of a small file also creates it, which saves one wait.
             file.opening.acquire_nowait()
             try:
                 return await self._keep(download)
@@ -456,7 +455,7 @@ class Downloader:
                 sink = FileSink(self._cache, self.disk_latency, meter, download, reservation)
                 await self._stream(download, sink)
         except OSError as error:
-            # The cache disk, for the store raises no OSError.
+            # An error of the cache disk: the store raises no OSError.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._cache.warn(error.strerror or "it is full")
             else:
@@ -476,7 +475,7 @@ class Downloader:
             refused, since = since, download.kept_since()
             if since <= refused:
                 return False
-            # A reader or a job has joined it meanwhile, for which more is evicted.
+            # A reader or a job has joined meanwhile, for which more files may be evicted.
         return True
 
     async def _stream(self, download: Download, sink: FileSink) -> None:
@@ -491,13 +490,13 @@ class Downloader:
             except (NotFoundError, StaleVersionError):
                 if file.version == version:
                     raise
-                # It was renamed meanwhile: the bucket has the rest under its new key.
+                # The object was renamed meanwhile: fetch the rest from its new key.
 
 
 class FileSink:
-    """The destination of one download: its cache file (see `fusefs.store.interface.Sink`).
+    """Writes one download into its cache file (see `fusefs.store.interface.Sink`).
 
-    It is a `NewFile` for a small object of which there is no file yet.
+    It is also the `NewFile` that creates the cache file of a small object.
     """
 
     def __init__(
@@ -556,7 +555,7 @@ class FileSink:
         self.arrived(offset + len(data), sums_of_bytes(data, offset))
 
     async def _on_disk(self, work: Callable[[], T]) -> T:
-        """Do something small with the disk: here if it is quick, else in a thread."""
+        """Do a small disk operation in the event loop if the disk is quick, else in a thread."""
         with stage(WaitCause.CACHE_DISK):
             is_in_loop = self._latency.is_quick
             if is_in_loop:
@@ -582,17 +581,17 @@ class FileSink:
 
 
 class Reservation:
-    """Bytes of the quota that are set aside for one download."""
+    """The bytes of the quota that are reserved for one download."""
 
     def __init__(self, quota: Quota, size: int) -> None:
         self._quota = quota
         self._remaining = size
 
     def use(self, size: int) -> None:
-        """Take `size` bytes off the reservation: they are in the file now."""
+        """Reduce the reservation by `size` bytes, which are now in the file."""
         self._remaining -= size
         self._quota.release(size)
 
     def close(self) -> None:
-        """Give back what was not used."""
+        """Release the unused rest of the reservation."""
         self.use(self._remaining)

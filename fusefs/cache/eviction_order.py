@@ -1,27 +1,27 @@
 """The order of eviction.
 
-Training reads a data set again and again. Where it is larger than the cache, an order by last use
-evicts each file just before its next use; it is best to keep any part of it, and to let the rest
-pass through. Where a program goes on to other files, those that it has left have to go.
+Training reads a data set again and again. If the data set is larger than the cache, LRU evicts each
+file just before its next use; it is better to keep any fixed part of it and let the rest pass
+through. When a program moves to other files, the files that it has left must be evicted.
 
-*Kept* files are in the order of their last use. A file is kept if there is room for it when it is
-closed; otherwise it is *passing*, and goes before all that are kept. A kept file is *stale*, and
-goes first, if it has not been used for longer than files take to be used again, in bytes fetched:
-the latest intervals between two uses tell, also of evicted files, of which a bounded number is
-remembered by sampling (Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015).
-In a loop, and with a new random order each epoch, nearly nothing gets stale. Where nothing is stale
-or passing, the file goes that was first kept last: a large file that passes then does not cost
-those that come after it in a fixed order.
+*Kept* files are ordered by last use. A file becomes kept if the cache has room for it when it is
+closed; otherwise it is *passing*, and is evicted before all kept files. A kept file is *stale*, and
+is evicted first, if it was unused for longer than files usually take to be used again. This time is
+measured in bytes fetched and taken from the latest intervals between two uses of a file, including
+evicted files, of which a bounded sample is remembered (Waldspurger et al., "Efficient MRC
+construction with SHARDS", FAST 2015). In a loop, and with a new random order each epoch, nearly no
+file gets stale. If no file is stale or passing, the file that became kept last is evicted, so that
+a large file that passes through does not evict the files after it in a fixed order.
 
-Files *ahead* were fetched before their first use. They have a small share of a full cache, evict no
-kept file that is not stale, and stay until as many bytes as the cache may hold were fetched.
+Files *ahead* were fetched before their first use. They get a small share of a full cache, evict
+only stale kept files, and stay until as many bytes were fetched as the cache may hold.
 
-Of *planned* files a `Forecast` (planning/) knows the next use. One that is fetched for a planned
-use may take the room of a file that is used later, and of what was not used since there is a plan.
-One that a plan had, and that is not used again, is passing.
+For *planned* files a `Forecast` (planning/) knows the next use. A file that is fetched for a
+planned use may evict files whose next use is later, and files unused since the first plan began.
+A file that was in a plan and will not be used again is passing.
 
-Only files that are open or recent are in memory; the evictor reads the oldest others from the
-catalog. bench/README.md compares this order with published ones (`python -m bench.eviction`).
+Only open or recent files are in memory; the evictor reads the oldest others from the catalog.
+bench/README.md compares this order with published ones (`python -m bench.eviction`).
 """
 
 from __future__ import annotations
@@ -37,68 +37,69 @@ from typing import Protocol
 from fusefs.cache.cached_file import CacheFile, Rank
 from fusefs.cache.quota import Quota
 
-# The share of the cache in which no file is kept, for those that pass.
+# The share of the cache that is reserved for passing files.
 PASSING_SHARE = 1 / 64
 # The share of a full cache for files that were fetched ahead.
 AHEAD_SHARE = 1 / 64
 # Uses of a file count as one while less than this share of the cache is fetched.
 ONE_USE = 1 / 64
 
-# The intervals that are looked at: the latest, from while this share was fetched.
+# The intervals that count: at most this many, and only those that ended while this
+# share of the cache was fetched; with fewer than FEWEST_INTERVALS no file is stale.
 INTERVALS = 128
 FEWEST_INTERVALS = 6
 RECENT = 1 / 2
-# Nearly all of them are shorter than this one. The longest is no measure: a file
-# that is used once in a while would keep everything.
+# The *long* interval is this quantile. The longest would be useless: a file that is
+# used once in a while would keep everything.
 LONG = 0.98
 # A kept file is stale after this many long intervals: in a random order some files
-# have to wait longer than the others.
+# have to wait longer than others.
 STALE = 1.25
-# If more than this share of the cache has waited one long interval, the program reads
-# other files now: then that is enough. In epochs it is a twentieth.
+# If more than this share of the cache is unused for one long interval, the program reads
+# other files now, and one interval makes a file stale. In epochs the share is a twentieth.
 MOVED_SHARE = 1 / 2
 
-# Of so many files at most it is known that they were first kept last.
+# The most files for which the order in which they became kept is known.
 MOST_LATEST = 16384
-# Times of which it is known how many bytes had been fetched then.
+# The most times for which the number of bytes fetched until then is known.
 MOST_TIMES = 4096
-# Evicted files whose last use is remembered, and for how many times the cache's size.
+# The most evicted files whose last use is remembered, and for how many cache sizes fetched.
 MOST_REMEMBERED = 16384
 REMEMBERED = 16
 
 
 class Forecast(Protocol):
-    """The known future of files. Times are in an order of its own.
+    """The known future uses of files. Times are comparable numbers in a unit of its own.
 
-    `since` is when the first plan began to be followed, in seconds since the epoch; -inf: none is.
+    `since` is the time (epoch seconds) at which the first plan began to be followed, or -inf.
     """
 
     since: float
 
     @property
     def frontier(self) -> float:
-        """The time of the use for which is fetched: what is used later may go for that."""
+        """The time of the use that is being fetched for; files used later may be evicted for it."""
 
     def next_use(self, file: CacheFile) -> float | None:
-        """The time of a file's next use; inf if it has none, None if that is unknown."""
+        """The time of a file's next use; inf if it will not be used again, None if unknown."""
 
     def opening(self, file: CacheFile) -> bool:
-        """Note that a program begins to open a file; True if it is planned."""
+        """Note that a program begins to open a file; True if a plan has this open."""
 
     def used(self, file: CacheFile) -> None:
         """Note that a program has opened a file."""
 
 
 class EvictionOrder:
-    """The order of one mount's files. Belongs to the event loop.
+    """The eviction order of one mount's files. Belongs to the event loop.
 
-    A file has a place in it while it is not pinned and has bytes. No call takes longer
-    the more files there are, but for `restore`.
+    A file has a place in the order while it is not pinned and has bytes. Except for
+    `restore`, no call takes longer when there are more files.
     """
 
     def __init__(self, room: Quota, most_latest: int = MOST_LATEST) -> None:
         self._room = room
-        # Not plain dicts: those get slow when their first entries are removed.
+        # Not plain dicts, which get slow when their first entries are removed.
         self._kept: OrderedDict[CacheFile, None] = OrderedDict()
         self._passing: OrderedDict[CacheFile, None] = OrderedDict()
         self._ahead: OrderedDict[CacheFile, None] = OrderedDict()
@@ -109,37 +110,37 @@ class EvictionOrder:
             Rank.AHEAD: self._ahead,
             Rank.PLANNED: self._planned,
         }
-        # Another one holds for a file from its next `settle` on.
+        # A new forecast takes effect for a file with its next `settle`.
         self.forecast: Forecast | None = None
-        # Planned files by their next use, the last one first; some have another place by now.
+        # A heap of planned files, latest next use first; some are no longer planned.
         self._uses: list[tuple[float, int, CacheFile]] = []
         self._numbers = count()
-        # Those that were kept last, at the end; some may be pinned or evicted by now.
+        # Files in the order in which they became kept; some may be pinned or evicted by now.
         self._latest: deque[CacheFile] = deque(maxlen=most_latest)
         self._passing_bytes = 0
-        # The sizes of files that are fetched ahead and not used, also while they are pinned.
+        # The sum of the sizes of files fetched ahead and not used yet, pinned or not.
         self._ahead_bytes = 0
         self._fetched = 0
-        # When a file was used again, in bytes fetched, and how long after its last use.
+        # For each reuse of a file: its time, and the interval since the last use, in bytes fetched.
         self._intervals: deque[tuple[int, int]] = deque(maxlen=INTERVALS)
         self._has_moved = False
-        self._look_at = 0  # when to see next whether it has
+        self._look_at = 0  # the time, in bytes fetched, to compute `_has_moved` again
         self._evicted = EvictedFiles()
-        # Seconds since the epoch, and how many bytes had been fetched then.
+        # Times in seconds since the epoch, and the number of bytes fetched until each.
         self._times: list[float] = []
         self._fetched_at: list[int] = []
 
     def arrived(self, size: int) -> None:
-        """Count bytes that were fetched."""
+        """Count `size` fetched bytes."""
         self._fetched += size
 
     @property
     def fetched(self) -> int:
-        """The number of bytes that were fetched, and so written to the cache's disk."""
+        """The number of bytes that were fetched and written to the cache's disk."""
         return self._fetched
 
     def note_time(self, now: float) -> None:
-        """Note how many bytes have been fetched at this time, in seconds since the epoch."""
+        """Remember how many bytes were fetched until `now`, in seconds since the epoch."""
         if self._times and (self._fetched == self._fetched_at[-1] or now <= self._times[-1]):
             return
         self._times.append(now)
@@ -148,7 +149,7 @@ class EvictionOrder:
             del self._times[::2], self._fetched_at[::2]
 
     def restore(self, files: Iterable[CacheFile]) -> None:
-        """Keep files of the catalog, least recently used first, as used before all others."""
+        """Add files of the catalog as kept files, before all others; least recently used first."""
         restored = list(files)
         for file in reversed(restored):
             self.keep(file, file.used_at)
@@ -156,26 +157,26 @@ class EvictionOrder:
             self._kept.move_to_end(file, last=False)
 
     def keep(self, file: CacheFile, used_at: float) -> None:
-        """Let a file of the catalog, last used at this time since the epoch, be a kept one."""
+        """Mark a file of the catalog as kept; `used_at` is its last use, in epoch seconds."""
         self._end_ahead(file)
         file.rank = Rank.KEPT
         if file.last_use is None and (at := bisect_right(self._times, used_at)):
-            # Of what was used before this process began it stays None: before all that was fetched.
+            # For a use before this process began `last_use` stays None.
             file.last_use = self._fetched_at[at - 1]
 
     def least_recent(self, most: int) -> list[CacheFile]:
-        """Files to be unloaded, those used first, at most so many; not those kept last."""
+        """At most `most` files to unload from memory, least recent first, none of `_latest`."""
         latest = set(self._latest)
         ranked = chain(self._kept, self._passing, self._ahead, self._planned)
         return list(islice((file for file in ranked if file not in latest), most))
 
     @property
     def oldest(self) -> CacheFile | None:
-        """The kept file that was not used for longest."""
+        """The least recently used kept file, or None."""
         return self._first(Rank.KEPT)
 
     def use(self, file: CacheFile) -> None:
-        """Note that a program opens a file, which is pinned."""
+        """Count a program's open of a pinned file as a use."""
         if self.forecast is not None:
             self.forecast.used(file)
         self._end_ahead(file)
@@ -189,7 +190,7 @@ class EvictionOrder:
         file.last_use = self._fetched
 
     def fetch_ahead(self, file: CacheFile) -> bool:
-        """Note that a pinned file is to be fetched ahead of its use; False if it has no room."""
+        """Mark a pinned file as fetched ahead of its use; False if the cache has no room for it."""
         if file.last_use is not None or file.rank is not None:
             return True
         room = self._room
@@ -201,7 +202,7 @@ class EvictionOrder:
         return True
 
     def leave(self, file: CacheFile) -> None:
-        """Take a file out of the order: it gets pinned, or is being evicted."""
+        """Remove a file from the order, because it gets pinned or is being evicted."""
         if file.rank is None or file not in self._ranks[file.rank]:
             return
         del self._ranks[file.rank][file]
@@ -209,7 +210,7 @@ class EvictionOrder:
             self._passing_bytes -= file.present.total
 
     def settle(self, file: CacheFile) -> None:
-        """Give a file with bytes its place, when it is pinned no more."""
+        """Give a file that has bytes and is no longer pinned its place in the order."""
         self.leave(file)
         if self.forecast is not None and self._plan(file, self.forecast.next_use(file)):
             return
@@ -222,17 +223,17 @@ class EvictionOrder:
         if file.rank is Rank.AHEAD:
             file.ahead_since = file.ahead_since or self._fetched
         elif file.last_use is None:
-            file.last_use = self._fetched  # it was written, or warmed
+            file.last_use = self._fetched  # no program opened it: it was written, or warmed
         self._ranks[file.rank][file] = None
         if file.rank is Rank.PASSING:
             self._passing_bytes += file.present.total
 
     def is_planned(self, file: CacheFile) -> bool:
-        """Note that a program begins to open a file; True if the forecast has it."""
+        """Note that a program begins to open a file; True if the forecast has this open."""
         return self.forecast is not None and self.forecast.opening(file)
 
     def _plan(self, file: CacheFile, next_use: float | None) -> bool:
-        """Give a file its place by its next use, if that is known and it is used again."""
+        """Give a file its place by its next use; False if that is unknown (None)."""
         if next_use is None:
             return False
         self._end_ahead(file)
@@ -250,7 +251,7 @@ class EvictionOrder:
         return True
 
     def _farthest(self) -> tuple[float, CacheFile | None]:
-        """The planned file with the last next use, and when that is."""
+        """Find the planned file whose next use is latest; return that time and the file or None."""
         assert self.forecast is not None
         while self._uses:
             use, number, file = self._uses[0]
@@ -264,12 +265,12 @@ class EvictionOrder:
         return -math.inf, None
 
     def unload(self, file: CacheFile) -> None:
-        """Take a file out of memory that stays in the cache."""
+        """Remove from the order a file that stays in the cache but leaves memory."""
         self.leave(file)
         self._end_ahead(file)
 
     def forget(self, file: CacheFile) -> None:
-        """Drop a file that has been evicted, or removed for another reason."""
+        """Remove from the order a file that was evicted or otherwise removed from the cache."""
         self.unload(file)
         if file.last_use is not None:
             oldest = self._fetched - REMEMBERED * self._room.limit
@@ -277,10 +278,10 @@ class EvictionOrder:
         file.rank = file.last_use = None
 
     def next(self, *, is_ahead: bool = False, used_before: float = math.inf) -> CacheFile | None:
-        """The file to be evicted next, None if there is none.
+        """The file to evict next, or None.
 
-        `is_ahead`: for a file that is fetched ahead. A file that was used at the time
-        `used_before` or later, in seconds since the epoch, is not evicted.
+        With `is_ahead` the room is for a file that is fetched ahead. Files that were used
+        at or after `used_before` (seconds since the epoch) are not returned.
         """
         kept, passing, ahead = (
             self._first(Rank.KEPT),
@@ -311,7 +312,7 @@ class EvictionOrder:
         return self._kept_last() or kept or planned
 
     def _kept_last(self) -> CacheFile | None:
-        """Of the kept files the one that was first kept last, if that is known."""
+        """The kept file that became kept last, or None if that is unknown."""
         in_use = []
         while self._latest and self._latest[-1] not in self._kept:
             file = self._latest.pop()
@@ -331,11 +332,11 @@ class EvictionOrder:
             file.rank = None
 
     def _age(self, file: CacheFile) -> int:
-        """The time since a file's last use, in bytes fetched since."""
+        """The number of bytes that were fetched since a file's last use."""
         return self._fetched - (file.last_use or 0)
 
     def _is_stale(self, oldest: CacheFile) -> bool:
-        """True if the kept file that was not used for longest is stale."""
+        """True if `oldest`, the least recently used kept file, is stale."""
         since = self._fetched - RECENT * self._room.limit
         while self._intervals and self._intervals[0][0] < since:
             self._intervals.popleft()
@@ -346,13 +347,13 @@ class EvictionOrder:
         if self._age(oldest) <= long:
             self._has_moved = False
         elif not self._has_moved and self._fetched >= self._look_at:
-            # Looked at rarely, for it may take as long as there are files.
+            # Computed rarely, as the time it takes may grow with the number of files.
             self._look_at = self._fetched + int(ONE_USE * self._room.limit)
             self._has_moved = self._is_mostly_older(long)
         return self._age(oldest) > (long if self._has_moved else STALE * long)
 
     def _is_mostly_older(self, interval: int) -> bool:
-        """True if most of the cache has files that were not used for an interval."""
+        """True if files unused for longer than `interval` fill more than `MOVED_SHARE`."""
         size = 0
         for file in self._kept:
             size += file.present.total
@@ -364,14 +365,14 @@ class EvictionOrder:
 
 
 class EvictedFiles:
-    """The last uses of evicted files: of all, or of a random sample of all if they are many."""
+    """The last uses of evicted files: of all files, or of a random sample if there are many."""
 
     def __init__(self) -> None:
         self._last_use: dict[int, int] = {}
         self._mask = 0
 
     def add(self, name: str, last_use: int, oldest: int) -> None:
-        """Remember a file; what was used before `oldest` may be forgotten."""
+        """Remember a file's last use; files last used before `oldest` may be forgotten."""
         key = hash(name)
         if key & self._mask:
             return

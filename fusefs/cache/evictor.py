@@ -14,16 +14,16 @@ from fusefs.telemetry.stalls import WaitCause, stage
 # Evict this share of the cache more than needed, so that not every download has to evict.
 SLACK = 0.01
 TEND_EVERY_S = 2.0
-# How often it is read what other mounts keep: where all is in use, each reservation would. The
-# next time is after twenty times as long as the last one took, for it takes seconds where there
-# are many files.
+# The least time between two readings of the oldest files from the catalog: if all files are in
+# use, each reservation would read them. With many files this takes seconds, so the next reading
+# comes after at least twenty times the duration of the last one.
 LEARN_EVERY_S = 2.0
 LEARN_SHARE = 20
-# What could not be removed is left alone so long: other mounts may use thousands of files, and
-# each reservation would try all of them.
+# A file that could not be removed is tried again after this time: other mounts may use thousands
+# of files, and each reservation would try all of them.
 TRY_AGAIN_AFTER_S = 10.0
-# A disk that removes none of so many files probably removes no other: all of them would be tried
-# while programs wait.
+# After this many refused removals an eviction gives up: the disk probably refuses all others,
+# and programs wait meanwhile.
 MOST_REFUSED = 16
 
 
@@ -35,17 +35,17 @@ class Evictor:
         self._quota = cache.quota
         self._evicting = trio.Lock()
         self._learn_at = -math.inf
-        # Those that could not be removed, without a place in the order of eviction until then.
+        # Files that could not be removed; outside the eviction order until `_try_again_at`.
         self._staying: list[CacheFile] = []
         self._try_again_at = 0.0
 
     async def reserve(
         self, wanted: int, *, keep_used_since: float = math.inf, is_ahead: bool = False
     ) -> bool:
-        """Set `wanted` bytes aside, evicting if need be; False if there is no room for them.
+        """Reserve `wanted` bytes, evicting files if needed; False if they do not fit.
 
-        What was used since `keep_used_since`, in seconds since the epoch, is not evicted,
-        and with `is_ahead` only what is less useful than a file that is fetched ahead.
+        Files used at or after `keep_used_since` (seconds since the epoch) are not evicted; with
+        `is_ahead` only files of less value than one that is fetched ahead are.
         """
         if self._quota.reserve(wanted):
             return True
@@ -74,17 +74,17 @@ class Evictor:
             await self.tend()
 
     async def tend(self) -> None:
-        """Close what the kernel has let go of, and evict what exceeds the limits by now."""
+        """Close removed files no longer mapped, drop obsolete files, and enforce the limits."""
         await self._quota.close_unlinked()
         for version, file in await self.cache.take_obsolete():
             if not await self.drop(file) and file.present.total:
-                self.cache.obsolete(version)  # with its last user
+                self.cache.obsolete(version)  # try again until its last user has gone
         if self._quota.excess(0) > 0:
             async with self._evicting:
                 await self._evict(0)
 
     async def drop(self, file: CacheFile) -> bool:
-        """Remove a file; False if it is retained or in use, be it by another mount."""
+        """Remove a file; False if it is retained, in use (here or by another mount) or empty."""
         async with self._evicting:
             size = file.present.total
             if file.pins or not size:
@@ -104,7 +104,7 @@ class Evictor:
     async def _evict_until(
         self, wanted: int, *, is_ahead: bool = False, used_before: float = math.inf
     ) -> None:
-        """Evict until `wanted` bytes fit or no file is left that may go."""
+        """Evict files until `wanted` bytes fit or no file is left that may be evicted."""
         if self._staying and self._try_again_at <= trio.current_time():
             staying, self._staying = self._staying, []
             for known in staying:
@@ -115,7 +115,7 @@ class Evictor:
                 await self._load_oldest()
             file = self.cache.next_victim(is_ahead=is_ahead, used_before=used_before)
             if file is None:
-                # What other mounts keep here may go as well.
+                # Files in the catalog that are not in memory may be evicted as well.
                 if is_ahead or not await self._load_oldest():
                     break
                 continue
@@ -128,7 +128,7 @@ class Evictor:
         self._quota.measure_again()
 
     async def _load_oldest(self) -> bool:
-        """Read from the catalog what may go next; False at its end, and for a while after that."""
+        """Load a page of the oldest files from the catalog; False at its end, and a while after."""
         began = trio.current_time()
         if began < self._learn_at:
             return False

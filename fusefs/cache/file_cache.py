@@ -1,18 +1,17 @@
-"""The cache directory: one sparse file per object version, and which ranges of it are there.
+"""The cache directory: one sparse file per object version, and the byte ranges each file has.
 
-A file is as long as its object and is filled range by range. It is not punched, truncated or
-rewritten, for the kernel may be reading it for a program (passthrough); one that is to be written
-to is taken out of the cache first (handover.py). It is evicted whole, by unlink. Its name is a hash
-of what makes the content (endpoint, bucket, key, ETag, size) plus a random generation, so a file
-that was evicted and fetched again is another file.
+A cache file is as long as its object and is filled range by range. It is never punched, truncated
+or rewritten, because the kernel may be reading it for a program (passthrough); a file that will be
+written to is first taken out of the cache (handover.py). Eviction unlinks a whole file. The name is
+a hash of the version (endpoint, bucket, key, ETag, size) plus a random generation, so a file that
+is evicted and fetched again gets a new name.
 
-Each user of a file *pins* it. Meanwhile its descriptor carries a read lock, which keeps other
-mounts that share the directory from evicting it; one registered for passthrough is locked by the
-kernel.
+Each user of a file *pins* it. The open descriptor of a pinned file carries a read lock, so that
+other mounts of the directory do not evict it. For a passthrough file the kernel holds the lock.
 
-Files that are in use or were lately are in memory (cached_file.py), as many as `--memory-limit`
-allows; the catalog has all (integrity/opening.py). What is done on the disk is in disk.py and runs
-in threads; updates of the catalog are collected in catalog_writer.py.
+Files that are or were lately in use are in memory (cached_file.py), up to the number that
+`--memory-limit` allows; the catalog lists all files (integrity/opening.py). Disk operations (in
+disk.py) run in threads; catalog_writer.py collects the updates of the catalog.
 """
 
 from __future__ import annotations
@@ -56,22 +55,22 @@ logger = logging.getLogger("fusefs.cache")
 
 RECORD_EVERY_S = 2.0
 TOUCH_EVERY = 30  # records
-# A complete file is left alone this long before it is synced: what is being
-# read for the first time should have the disk for itself.
+# A file is synced this long after its last write: a file that is being read for
+# the first time should have the disk for itself.
 SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
-# Versions whose names are known: as many as the kernel reads by itself (passthrough.py).
+# Size of the cache of file names: as many as files the kernel may read itself (passthrough.py).
 MOST_NAMES = 16384
-# Errors of an open that say nothing about the file.
+# Errors of an open that are not caused by the file.
 _NOT_ITS_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.ENOLCK}
 
 
 class FileCache:
     """All files of one principal's part of a cache directory. Belongs to the event loop.
 
-    `identity` tells objects of different stores apart (endpoint and bucket).
+    `identity` (endpoint and bucket) distinguishes objects of different stores.
     """
 
     def __init__(
@@ -85,20 +84,20 @@ class FileCache:
         backing: PassthroughFiles | None = None,
         on_discard: Callable[[CacheFile], None] = lambda _file: None,
     ) -> None:
-        """Open the directory and read the catalog; `in_any_case` on a bad disk too. Blocks.
+        """Open the directory and read the catalog; with `in_any_case` on a bad disk too. Blocks.
 
-        At most `most_in_memory` of the files that are not in use are in memory. The kernel reads
-        those of `backing` by itself. `on_discard` is called for each file that is dropped
-        because its bytes are wrong.
+        At most `most_in_memory` unused files are kept in memory. `backing` has the files that
+        the kernel reads itself (passthrough). `on_discard` is called with each file that is
+        dropped because its bytes are wrong.
 
         Raises:
-            CacheDirectoryError: it can't be used; the message says why.
+            CacheDirectoryError: the directory can't be used; the message says why.
         """
         self.directory = directory
         self.quota = quota
         self._identity = identity
-        # The name of a version's file, without its generation. Warm files are opened over
-        # and over, and the hash would be a tenth of what that costs.
+        # The name of a version's file, without its generation. Warm files are opened often,
+        # and computing the hash would be a tenth of the time of an open.
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
         self._files: dict[str, CacheFile] = {}
         try:
@@ -116,9 +115,9 @@ class FileCache:
             self.quota,
             most_in_memory,
         )
-        # Versions that the bucket has no more.
+        # Versions that the bucket no longer has.
         self._obsolete: list[ObjectVersion] = []
-        # Pinned until a time of the monotonic clock, the earliest first.
+        # Files that are pinned until a time of the monotonic clock, the earliest first.
         self._kept_open: dict[CacheFile, float] = {}
         self._threads = trio.CapacityLimiter(16)
         self.integrity = Integrity(
@@ -129,17 +128,17 @@ class FileCache:
         )
         self._use = disk.hold_in_use(directory)
         self._on_discard = on_discard
-        # The names of such files: what the kernel has kept of them may be wrong as well.
+        # The names of discarded files: the kernel's cached pages of them may be wrong, too.
         self.discarded: set[str] = set()
         self.trouble = Trouble()
         self._backing = backing
         self.evicted = 0
         self.evicted_bytes = 0
-        self.evicted_unread = 0  # bytes that were fetched and never read
-        self.refused = 0  # files that the disk did not remove
+        self.evicted_unread = 0  # evicted bytes that were fetched and never read
+        self.refused = 0  # files whose removal the disk refused
 
     def _open_catalog(self, most: int, *, in_any_case: bool) -> list[Row]:
-        """Open it; the rows of the files that were used last."""
+        """Open the catalog; return the rows of the `most` files that were used last."""
         self._disk = disk.Disk(self.directory / "objects")
         path = self.directory / "catalog.sqlite3"
         self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
@@ -166,7 +165,7 @@ class FileCache:
         return rows
 
     def __len__(self) -> int:
-        """The number of files, of all mounts that share the directory."""
+        """The number of cached files of all mounts that share the directory."""
         return self.quota.files + self._catalog_writer.new_files
 
     def _newest(self, most: int) -> list[Row]:
@@ -180,7 +179,7 @@ class FileCache:
 
     @property
     def by_name(self) -> dict[str, CacheFile]:
-        """The files by what `name_of` tells of their versions: always the same dict."""
+        """The files in memory, by the name that `name_of` returns. Always the same dict."""
         return self._files
 
     def files(self) -> list[CacheFile]:
@@ -192,17 +191,17 @@ class FileCache:
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def find(self, version: ObjectVersion) -> CacheFile | None:
-        """The file of a version if it is in memory."""
+        """The file of a version, or None if it is not in memory."""
         return self._files.get(self.name_of(version))
 
     async def look_up(self, versions: Iterable[ObjectVersion]) -> list[CacheFile | None]:
-        """The files of versions, in memory or not; None where there is none."""
+        """Find the file of each version, in memory or in the catalog; None if there is no file."""
         names = [self.name_of(version) for version in versions]
         await self.residency.load(names)
         return [self._files.get(name) for name in names]
 
     async def whole_files(self, inodes: Container[int]) -> dict[int, CacheFile]:
-        """The complete files that have one of these inode numbers on the disk."""
+        """The complete files whose inode number on the disk is in `inodes`, by that number."""
         files = [
             file for file in self._files.values() if file.is_complete and file.st_ino in inodes
         ]
@@ -216,7 +215,7 @@ class FileCache:
         return await trio.to_thread.run_sync(check, limiter=self._threads)
 
     def pin(self, version: ObjectVersion) -> CacheFile:
-        """The file of a version, made known if need be, until `unpin`. `ensure_open` opens it."""
+        """Pin the file of a version until `unpin`, adding it if needed; `ensure_open` opens it."""
         name = self.name_of(version)
         file = self._files.get(name) or CacheFile(name, version.size)
         file.version = version
@@ -226,11 +225,11 @@ class FileCache:
         return file
 
     def pin_again(self, file: CacheFile) -> None:
-        """Add a user of a file that is at hand."""
+        """Add a user to `file`; a matching `unpin` removes the user."""
         if not file.pins:
             self.order.leave(file)
             self.residency.leave(file)
-            # Readers of a file that was dropped go on; the name may be its successor's by now.
+            # Readers of a dropped file continue, but a newer file may have its name by now.
             if file.is_kept:
                 self._files.setdefault(file.name, file)
         file.pins += 1
@@ -238,17 +237,17 @@ class FileCache:
         self._catalog_writer.used(file)
 
     def opened(self, file: CacheFile) -> None:
-        """Note that a program opens a pinned file: that is a use of it."""
+        """Count a program's open of a pinned file as a use in the eviction order."""
         if self._kept_open.pop(file, None) is not None:
             self.unpin(file)
         self.order.use(file)
 
     def fetch_ahead(self, file: CacheFile) -> bool:
-        """Note that a pinned file is to be fetched ahead of its use; False if it has no room."""
+        """Mark a pinned file as fetched ahead of its use; False if the cache has no room for it."""
         return self.order.fetch_ahead(file)
 
     def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
-        """Take a user off a file; the last one closes it and gives it its place in the order."""
+        """Remove a user of a file; the last one closes it and returns it to the eviction order."""
         file.pins -= 1
         if file.pins:
             return
@@ -261,7 +260,7 @@ class FileCache:
         if file.present.total and file.is_kept and file.is_ours:
             self._settle(file)
             return
-        # Nothing of it is worth keeping, or it can't be kept under its name.
+        # The file has no bytes, or can't stay in the cache under its name.
         self._drop(file)
 
     def _drop(self, file: CacheFile) -> None:
@@ -271,13 +270,13 @@ class FileCache:
         self.residency.leave(file)
         self._catalog_writer.forget(file)
         if not file.pins:
-            self._let_go(file)  # it may be registered still since programs had it open
+            self._let_go(file)  # it may still be registered from when programs had it open
         if file.generation:
             self._unlink(file)
             self._catalog_writer.lost(file)
 
     def _let_go(self, file: CacheFile) -> trio.Event | None:
-        """Have the kernel close a file; set when it has. None if it had it not open."""
+        """End a file's passthrough registration; the event is set then. None if not registered."""
         return self._backing.drop(file) if self._backing is not None else None
 
     def _unlink(self, file: CacheFile) -> None:
@@ -287,10 +286,10 @@ class FileCache:
             self.warn(error.strerror or str(error))
 
     def discard(self, file: CacheFile) -> None:
-        """Drop a file that has wrong bytes (integrity/verify.py): its version is fetched anew.
+        """Drop a file that has wrong bytes (integrity/verify.py); its version is fetched again.
 
-        Where the kernel reads the file for a program, that goes on; its other
-        users read past the cache.
+        Programs for which the kernel reads the file (passthrough) continue to read it;
+        all other users read past the cache.
         """
         self._drop(file)
         file.is_kept = file.is_ours = file.is_passed_over = False
@@ -304,15 +303,15 @@ class FileCache:
         return self._catalog_writer.has_neighbours
 
     def is_new(self, file: CacheFile) -> bool:
-        """True if nothing of a file is on the disk, so that its download may create it."""
+        """True if a file does not exist on the disk yet, so that its download may create it."""
         return file.is_kept and not file.generation and self.residency.lacks(file.name)
 
     async def ensure_open(self, file: CacheFile) -> bool:
-        """Have the file's descriptor open; the caller has it pinned.
+        """Open the file's descriptor if it is not open; the caller has pinned the file.
 
-        Returns False if the disk refuses it (`is_kept` is then False too).
-        What is present may turn out to be less than it was: another mount may
-        have evicted the file. Cancelling leaves it open or closed, whole.
+        Returns False if the disk fails (`is_kept` is then False too). Afterwards
+        fewer bytes may be present than before, as another mount may have evicted
+        the file. Cancelling leaves the file either open or closed.
         """
         if file.fd >= 0 or not file.is_kept:
             return file.is_kept
@@ -352,7 +351,7 @@ class FileCache:
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
     def keep_open(self, file: CacheFile) -> None:
-        """Keep a file that was fetched ahead open: its first open is then cheap, and compiled."""
+        """Hold a file that was fetched ahead open, so that compiled code answers its first open."""
         if file not in self._kept_open:
             self.pin_again(file)
             self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
@@ -369,12 +368,12 @@ class FileCache:
             self.unpin(file, was_used=False)
 
     def _summed(self, file: CacheFile, sums: list[Sum]) -> None:
-        """Note checksums of bytes that had none."""
+        """Add checksums of bytes that had none; the catalog gets them with its next batch."""
         file.summed(sums)
         self._catalog_writer.arrived(file)
 
     def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
-        """Read a version uncached, as the disk failed; its file stays if that is `for_now`."""
+        """Read a version past the cache after a disk error; `for_now`: until its last user goes."""
         file.is_passed_over = for_now and (file.is_kept or file.is_passed_over)
         file.is_kept = False
         self.warn(error.strerror or str(error))
@@ -382,7 +381,7 @@ class FileCache:
     def arrived(
         self, file: CacheFile, start: int, stop: int, sums: list[Sum] | None = None
     ) -> None:
-        """Note that the bytes [start, stop) have been written, with these checksums."""
+        """Record that the bytes [start, stop) were written, and their checksums if given."""
         new = file.arrived(start, stop)
         if sums:
             file.summed(sums)
@@ -392,7 +391,7 @@ class FileCache:
         self.order.arrived(new)
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
-        """Take a pinned file for complete that the kernel reads, whatever the catalog has of it."""
+        """Take a pinned file that the kernel reads as complete, whatever its catalog row says."""
         found = await trio.to_thread.run_sync(
             self._disk.generation_of, file.name, st_ino, limiter=self._threads
         )
@@ -403,7 +402,7 @@ class FileCache:
             self.arrived(file, 0, file.size)
             file.first_read(0, file.size)
         elif file.st_ino == st_ino:
-            # It was dropped, and the process died before the catalog row was removed.
+            # The file was dropped, and the process died before its catalog row was removed.
             self._catalog_writer.forget(file)
             self._catalog_writer.lost(file)
             file.forget()
@@ -417,12 +416,12 @@ class FileCache:
         crc: int | None = None,
         taken: CacheFile | None = None,
     ) -> bool:
-        """Make the file at `path` the copy of a version that was uploaded from it. Blocks shortly.
+        """Move the file at `path` into the cache as the copy of the version uploaded from it.
 
-        `fd` is open for it, `present` has its ranges of the version, if it does not
-        have all, and `crc` is its CRC32 if that is known; `taken` is the file that it was
-        before it was taken out. The caller writes to it no more. Returns False if the version has
-        a file already, or one is being created, or the disk fails; the file then stays at `path`.
+        `fd` is its open descriptor. `present` has the ranges it has (None: all bytes), `crc` is
+        its CRC32 if known, and `taken` is the cache file it was before `Handover.take_out`. The
+        caller must not write to it any more. Blocks shortly. Returns False, and leaves the file at
+        `path`, if the version has a file already, one is being created, or the disk fails.
         """
         file = self.pin(version)
         try:
@@ -446,17 +445,17 @@ class FileCache:
             self.unpin(file)
 
     async def move(self, old: ObjectVersion, new: ObjectVersion) -> bool:
-        """Let the file of a version be that of its copy in the bucket, complete or not.
+        """Assign the cache file of `old` to `new`, its copy in the bucket (for a rename).
 
-        Users of the file go on with it, and what is missing comes from the
-        copy. Returns False if later opens of the copy will not find it: the copy
-        has a file that is in use, or the disk fails.
+        Users of the file continue to use it, and its missing bytes are fetched from `new`.
+        Returns False if later opens of `new` will not find this file: `new` has
+        another file that is in use, or the disk fails.
         """
         file, rival = await self.look_up([old, new])
         while opening := [used.opening for used in (file, rival) if used and used.opening.locked()]:
             async with opening[0]:
                 file, rival = self.find(old), self.find(new)
-        # No await from here on. A rename takes no longer than a message to a thread.
+        # No await from here on. A rename takes no longer than handing it to a thread would.
         if file is None or file is rival:
             return True
         file.version = new
@@ -482,12 +481,12 @@ class FileCache:
         del self._files[old_name]
         self._files[name] = file
         self._catalog_writer.renamed(file, old_name)
-        # The row of the old key goes with the next `fusefs pin` or `unpin` of its path.
+        # The next `fusefs pin` or `unpin` of the old key's path removes its `retained` row.
         self.retention.note(file, is_retained=False)
         self.retention.retain_again(file)
 
     async def run(self) -> None:
-        """Keep the catalog up to date, until cancelled."""
+        """Update the catalog and do the cache's other periodic work, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep_later)
             nursery.start_soon(self.integrity.run)
@@ -499,7 +498,7 @@ class FileCache:
                     await self.record()
                     if have_pins_changed:
                         await self.retention.learn()
-                    # The catalog follows the record: it is read at the next round.
+                    # If the pins have changed, the next round reads the retained files anew.
                     have_pins_changed = await self.retention.refresh()
                     if have_pins_changed:
                         ACTIVITY.note()
@@ -511,11 +510,11 @@ class FileCache:
                 await self._catalog_writer.touch()
 
     async def record(self) -> None:
-        """Write all that has arrived into the catalog, and see whether other mounts wrote."""
+        """Write all pending updates into the catalog, and check if other mounts have written."""
         await self._catalog_writer.record()
 
     async def aclose(self, *, sync: bool = True) -> None:
-        """Record everything and (with `sync`) make it safe; takes a few seconds. Not cancelled."""
+        """Write the catalog, sync files for a few seconds if `sync`, close all. Not cancellable."""
         with trio.CancelScope(shield=True):
             await self.record()
             await self._catalog_writer.touch()
@@ -532,11 +531,14 @@ class FileCache:
     # Eviction, for evictor.py.
 
     def obsolete(self, version: ObjectVersion) -> None:
-        """Have the copy of a version removed within seconds that the bucket has no more."""
+        """Schedule the removal of the cached copy of a version that the bucket no longer has."""
         self._obsolete.append(version)
 
     async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
-        """Versions that the bucket has no more and their copies, once; none is retained."""
+        """Return the versions given to `obsolete` since the last call that have a cached copy.
+
+        Each comes with its copy, which is no longer retained.
+        """
         versions, self._obsolete = self._obsolete, []
         found = zip(versions, await self.look_up(versions), strict=True)
         copies = [(version, file) for version, file in found if file is not None]
@@ -546,13 +548,13 @@ class FileCache:
         return copies
 
     def close_unused(self) -> None:
-        """Close the files that were kept open for a first open that may come."""
+        """Close the files that `keep_open` has kept open for a first open."""
         self._end_keeping_open(len(self._kept_open))
 
     def next_victim(
         self, *, is_ahead: bool = False, used_before: float = math.inf
     ) -> CacheFile | None:
-        """The file to be evicted next; see `EvictionOrder.next`."""
+        """The file to evict next, or None; see `EvictionOrder.next`."""
         file = self.order.next(is_ahead=is_ahead, used_before=used_before)
         if file is None and not is_ahead and self._kept_open:
             self.close_unused()
@@ -560,7 +562,7 @@ class FileCache:
         return file
 
     def put_back(self, file: CacheFile) -> None:
-        """Give a file its place in the order of eviction, unless it is in use or gone."""
+        """Return a file to the eviction order, unless it is in use, empty or no longer cached."""
         if not file.pins and self._files.get(file.name) is file and file.present.total:
             self._settle(file)
 
@@ -569,27 +571,26 @@ class FileCache:
             self.order.settle(file)
 
     async def evict(self, file: CacheFile, *, for_room: bool = True) -> int:
-        """Unlink a file that is not pinned; return a descriptor if it is still mapped, else -1.
+        """Unlink an unpinned file; return a descriptor if a program still maps it, else -1.
 
-        Only what is removed `for_room` counts as evicted.
-
-        The caller closes the descriptor when the kernel has let go of the
-        blocks. A file that another mount uses or retains, or that is being opened, stays,
-        without a place in the order of eviction (`put_back`). Not cancelled halfway.
+        The caller closes the descriptor when the kernel no longer uses the blocks. A file
+        that is being opened, or that another mount uses or retains, is not unlinked, but leaves
+        the eviction order until `put_back`. The statistics of evicted files count only removals
+        `for_room`. Can't be cancelled halfway.
         """
         self.order.leave(file)
         self.residency.leave(file)
         if file.is_opening:
-            return -1  # a rename has waited for the eviction before, and goes on next
+            return -1  # a rename that waited for an earlier eviction of the file is next
         let_go = self._let_go(file)
         generation, st_ino = file.generation, file.st_ino
         size, unread = file.present.total, file.unread
         fd: int | None = None
-        file.opening.acquire_nowait()  # those that open it now wait
+        file.opening.acquire_nowait()  # opens of the file now wait
         try:
             with trio.CancelScope(shield=True):
                 if let_go is not None:
-                    await let_go.wait()  # until then it looks like a file in use
+                    await let_go.wait()  # until then the kernel's lock makes it look used
                 try:
                     fd = await trio.to_thread.run_sync(
                         self._unlink_evicted, file, generation, limiter=self._threads
@@ -599,7 +600,7 @@ class FileCache:
                     self.warn(error.strerror or str(error))
                 if fd is not None:
                     recorded = file.recorded
-                    # Forgotten first: else what is recorded meanwhile could bring its row back.
+                    # Forget the file first, or a batch in between could write its row again.
                     if file.generation == generation:
                         self._catalog_writer.forget(file)
                         self.order.forget(file)
@@ -618,8 +619,8 @@ class FileCache:
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
-        """As `Disk.unlink`; a file that another mount retains stays, too. Blocks."""
-        with contextlib.suppress(sqlite3.Error):  # then what this mount knows has to do
+        """Like `Disk.unlink`, but also None if any mount retains the file. Blocks."""
+        with contextlib.suppress(sqlite3.Error):  # then rely on what this mount knows
             file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
         return None if file.is_retained else self._disk.unlink(file.name, generation)
 
@@ -628,7 +629,7 @@ class FileCache:
         return OpenFile(*self._disk.create(file.name, file.size), b"")
 
     def new_path(self, file: CacheFile) -> str:
-        """The path for a new file of a version, which is created elsewhere; for `created`.
+        """The path at which a new file of a version is to be created; `created` then takes it over.
 
         Raises:
             OSError: too many files are open.
@@ -636,7 +637,7 @@ class FileCache:
         return self._disk.new_path(file.name)
 
     def created(self, file: CacheFile, path: str, fd: int) -> None:
-        """Take over a file of a version that was created at `new_path`, and is open.
+        """Take over `fd`, the open file of a version that was created at `new_path`.
 
         Raises:
             OSError: the disk fails.
@@ -644,17 +645,17 @@ class FileCache:
         self.set_open(file, OpenFile(*self._disk.created(path, fd), b""))
 
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
-        """Take over the file that a thread has opened or created."""
+        """Take over the descriptor that a thread has opened or created."""
         file.fd = found.fd
         if found.ranges is not None:
-            # Not the file that was known: its ranges went with it.
+            # It is not the file that was known before, whose ranges no longer exist.
             self.quota.uncommitted -= file.unrecorded
             file.become(found.generation, found.st_ino, found.ranges)
             if found.ranges:
                 self.order.keep(file, found.used_at)
 
     async def sweep(self) -> None:
-        """Remove files that a killed daemon has left."""
+        """Remove files without a catalog row, which a killed daemon has left."""
 
         def is_ours(name: str, generation: str) -> bool:
             file = self._files.get(name)
@@ -666,11 +667,11 @@ class FileCache:
             self.warn(error.strerror or str(error))
 
     async def _sweep_later(self) -> None:
-        """Sweep when what the last daemon left is old enough to be removed."""
+        """Sweep once, when files of the previous daemon are old enough to be removed."""
         await trio.sleep(2 * disk.ORPHAN_AGE_S)
         await self.sweep()
 
     def warn(self, why: str) -> None:
-        """Warn that the cache does not work."""
+        """Warn that the cache does not work, and why."""
         sentence = f"the cache {self.directory} does not work, reading without it: {why}"
         self.trouble.note(sentence)

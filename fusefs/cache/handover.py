@@ -1,8 +1,8 @@
-"""Cache files that are taken out of the cache to be written to, and come back as another version.
+"""Takes files out of the cache to be written to; after the upload they return as a new version.
 
-The kernel reads such a file for programs, which go on with it: they see what is written. The
-catalog forgets it first, so whatever this process dies of, no other one takes what it has by
-then for the version that it was.
+Programs for which the kernel reads such a file (passthrough) see what is written. The catalog
+forgets the file first, so that if this process dies, no other process takes the changed bytes for
+the old version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusefs.cache.eviction_order import EvictionOrder
 
 
 class Handover:
-    """Takes files out of one cache. Belongs to the event loop."""
+    """Takes files out of one cache and returns them. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -34,13 +34,14 @@ class Handover:
         self._ensure_open = ensure_open
 
     def lock_as(self, mount: str) -> None:
-        """Tell this mount's use of files from other mounts' by this name."""
+        """Use the name `mount` to distinguish this mount's file locks (`Disk.lock_as`)."""
         self._disk.lock_as(mount)
 
     async def prepare(self, file: CacheFile) -> bool:
-        """Have the catalog forget a pinned file; False if it is not whole, or not this mount's.
+        """Remove a pinned file from the catalog; False if it is incomplete or used elsewhere.
 
-        Those that open it meanwhile share what becomes of it. `take_out` or `cancel` follows.
+        After True the caller calls `take_out` or `cancel`. Users that open the file meanwhile will
+        see the changes.
         """
         if not await self._ensure_open(file) or not self._is_own(file):
             return False
@@ -54,12 +55,12 @@ class Handover:
         return False
 
     def cancel(self, file: CacheFile) -> None:
-        """Let the catalog know a file again."""
+        """Undo `prepare`: write the file's catalog row again."""
         if file.generation and self._files.get(file.name) is file:
             self._catalog_writer.record_again(file)
 
     def take_out(self, file: CacheFile, path: str) -> None:
-        """Move a file to `path` to be changed; raises OSError, EBUSY if another mount uses it."""
+        """Move a file out to `path`; raises OSError, with EBUSY if another mount uses the file."""
         name, generation = file.name, file.generation
         self._disk.take_out(name, generation, path)
         if self._disk.is_shared(file.fd):
@@ -72,7 +73,7 @@ class Handover:
         file.is_kept = file.is_ours = file.is_retained = False
 
     def succeed(self, new: CacheFile, taken: CacheFile) -> None:
-        """Let a file that was taken out be that of the version for which `new` was pinned."""
+        """Put `taken`, a file that was taken out, in place of `new`, for the version of `new`."""
         taken.name, taken.size, taken.version = new.name, new.size, new.version
         taken.is_kept = taken.is_ours = True
         taken.is_passed_over = False

@@ -1,14 +1,13 @@
-"""Backing files: what the kernel reads by itself.
+"""Backing files: cache files that the kernel reads without asking the daemon.
 
-A cache file is registered with the kernel under an id, and an OPEN reply that names the id makes
-the kernel read that file directly: reads, mmaps and splices of the handle never come here. The
-kernel keeps the file; our descriptor may be closed. The keeper makes the call, which needs
-privilege, and remembers the ids for the next daemon.
+A cache file is registered with the kernel under an id. An OPEN reply that names the id makes the
+kernel read that file directly, so reads, mmaps and splices of the handle never reach the daemon.
+The kernel holds the file open, so the daemon may close its descriptor. The keeper makes the call,
+which needs privilege, and remembers the ids for the next daemon.
 
-An id belongs to a cache file, and all inodes and handles of that version share it. Ids are kept
-after the last close, the least recently used going first when there are too many. One is only given
-back while no program has the file open: the kernel would refuse every further open of such an
-inode.
+All inodes and handles of a cache file's version share its id. Ids stay after the last close; if
+there are too many, the least recently used are given back. An id is given back only while no
+program has the file open, as the kernel would refuse every further open of such an inode.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from fusefs.cache.cached_file import CacheFile
 
 logger = logging.getLogger("fusefs.passthrough")
 
-# Each keeps a file open in the kernel (about 1 KiB), outside of RLIMIT_NOFILE.
+# Each id holds a file open in the kernel (about 1 KiB), outside of RLIMIT_NOFILE.
 MOST_IDS = 16384
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Registrar(Protocol):
-    """The process that may register files: the keeper (see keeper/client.py)."""
+    """The process that has the privilege to register files: the keeper (keeper/client.py)."""
 
     async def open_backing(self, fd: int) -> int: ...
     def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None: ...
@@ -46,7 +45,7 @@ class Registrar(Protocol):
 
 
 class PassthroughFiles:
-    """The backing ids of a mount; none without registrar: `why`. Belongs to the event loop."""
+    """The backing ids of a mount; `why` is the reason if it is off. Belongs to the event loop."""
 
     registrar: Registrar
 
@@ -64,7 +63,7 @@ class PassthroughFiles:
         # Least recently used first; always the same dict.
         self.ids: OrderedDict[CacheFile, int] = OrderedDict()
         self._registering: dict[CacheFile, trio.Event] = {}
-        # What is being given back, with the inodes: an id stays registered without a keeper.
+        # Ids being given back, with their st_ino: while no keeper runs they stay registered.
         self._leaving: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -76,7 +75,7 @@ class PassthroughFiles:
         return hasattr(self, "registrar")
 
     async def turn_on(self, is_negotiated: bool, cache: Path) -> None:
-        """Try whether the kernel takes files of the cache's directory."""
+        """Register a trial file in `cache`; turn passthrough on if the kernel accepts it."""
         self.is_on = False
         if not is_negotiated:
             self.why = "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
@@ -85,7 +84,7 @@ class PassthroughFiles:
             with tempfile.TemporaryFile(dir=cache) as probe:
                 self.registrar.close_backing(await self.registrar.open_backing(probe.fileno()))
         except OSError as error:
-            # On a full disk the trial fails. Where the last daemon had registered files, it works.
+            # On a full disk the trial fails; if the last daemon had ids, passthrough works.
             if not self.ids or error.errno not in _DISK_REFUSES:
                 self.why = _explain(error)
                 return
@@ -93,14 +92,14 @@ class PassthroughFiles:
         self.why = "the kernel reads cached files itself"
 
     def find(self, file: CacheFile) -> int:
-        """The id under which a file is registered, or 0."""
+        """The id under which a file is registered, or 0. Marks the id as recently used."""
         backing_id = self.ids.get(file, 0)
         if backing_id:
             self.ids.move_to_end(file)
         return backing_id
 
     async def register(self, file: CacheFile) -> int:
-        """Register a pinned file whose descriptor is open; 0 if the kernel refuses."""
+        """Register a pinned, open file; return its id, or 0 if the kernel refuses."""
         while (event := self._registering.get(file)) is not None:
             self.registrar.open_gathered()
             await event.wait()
@@ -121,10 +120,10 @@ class PassthroughFiles:
         return backing_id
 
     def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
-        """Register a file that nobody opens yet; `done` is called when that is over.
+        """Register a file before its first open; `done` is called in any case when that is over.
 
-        Until then it is pinned and its descriptor open. Where the kernel refuses it, the open
-        that comes tries again.
+        The caller keeps the file pinned and open until then. If the kernel refuses the file, its
+        first open tries again.
         """
         if not self.is_on or file in self.ids or file in self._registering:
             done()
@@ -142,16 +141,16 @@ class PassthroughFiles:
         self._shrink()
 
     def adopt(self, file: CacheFile, backing_id: int) -> None:
-        """Take over an id that is registered already."""
+        """Store the id under which a file is registered."""
         self.ids[file] = backing_id
 
     def table(self) -> list[tuple[int, int]]:
-        """The registered files, as (id, st_ino)."""
+        """List the registered files as (id, st_ino), including ids that are being given back."""
         used = [(backing_id, file.st_ino) for file, backing_id in self.ids.items()]
         return [*used, *self._leaving.items()]
 
     def move_to(self, registrar: Registrar) -> None:
-        """Go on with another keeper, which knows the `table`; it closes what no other has."""
+        """Use another keeper, which knows the `table`; ask it to close ids being given back."""
         self.registrar = registrar
         for backing_id, st_ino in list(self._leaving.items()):
             self._give_back(backing_id, st_ino)
@@ -162,10 +161,10 @@ class PassthroughFiles:
         opened: Iterable[tuple[CacheFile, int]],
         whole: Mapping[int, CacheFile],
     ) -> None:
-        """Know the ids again that an earlier process registered, as {id: (st_dev, st_ino)}.
+        """Take over the ids that an earlier process registered, as {id: (st_dev, st_ino)}.
 
-        `opened` are the files of handles with their ids, or 0, and `whole` the complete files of
-        the cache by inode number. An id that belongs to none of them is given back.
+        `opened` has the file of each open handle with its id or 0, `whole` the complete files of
+        the cache by inode number. An id that belongs to none of these files is given back.
         """
         used = {backing_id: file for file, backing_id in opened if backing_id}
         for backing_id, file in used.items():
@@ -180,10 +179,10 @@ class PassthroughFiles:
                 self._give_back(backing_id, st_ino)
 
     def drop(self, file: CacheFile) -> trio.Event | None:
-        """Give a file's id back; no program has the file open.
+        """Give back the id of a file that no program has open; None if the file has no id.
 
-        The event, if there was an id, is set when the kernel has let the file go, or the
-        keeper has gone: then the next one gives it back.
+        The event is set when the kernel has closed the file, or when the keeper has died; then
+        the next keeper gives the id back.
         """
         backing_id = self.ids.pop(file, 0)
         return self._give_back(backing_id, file.st_ino) if backing_id else None

@@ -1,15 +1,16 @@
-"""Removes a cache directory that is no longer used, and nothing outside of it.
+"""Removes the content of a cache directory that is no longer used, and nothing outside of it.
 
     python -m fusefs.cache.purge look DIRECTORY
     python -m fusefs.cache.purge all DIRECTORY
 
-`find_obstacles` prints, as JSON, whether a mount uses the directory (`is_used`), and how
-many files there have what was never uploaded (`leftovers`): contents, removals,
-attributes, renames, uploads to be aborted; the caller keeps those. `all` removes everything.
+`look` prints, as JSON, whether a mount uses the directory (`is_used`), and how many
+files there hold changes that were never uploaded (`leftovers`): contents, removals,
+attributes, renames, uploads to be aborted. `all` removes everything; the caller does
+not call it on a directory with changes.
 
-The caller runs it as the directory's owner, so it can't remove files of other
-users. It goes by descriptors from one directory into the next, follows no link,
-and enters no other file system.
+The caller runs this as the directory's owner, so it can't remove other users' files.
+It opens each directory relative to its parent's descriptor, follows no link, and
+enters no other file system.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from pathlib import Path
 from fusefs.cache.disk import IN_USE, STATE
 from fusefs.linux.files import try_lock
 
-# Of the deepest directory below a cache directory: mounts, a mount, staging, a time.
+# More than the depth of the deepest directory: mounts, a mount, staging, a time.
 _DEEPEST = 6
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
 def find_obstacles(directory: Path) -> dict[str, object]:
-    """The obstacles to the removal of a cache directory; raises OSError. Blocks."""
+    """Find the obstacles to removing a cache directory, for `look`; raises OSError. Blocks."""
     is_used, leftovers = False, 0
     for staging in _directories(directory / STATE, "staging"):
         is_used = is_used or _is_locked(staging, _FLAGS)
@@ -53,7 +54,7 @@ def _is_locked(path: Path, flags: int) -> bool:
 
 
 def _has_changes(path: Path) -> bool:
-    """True if a file in a staging directory is more than what describes others."""
+    """True if an entry of a staging directory holds a change, not only data about other entries."""
     if path.name.isdecimal():
         return True
     is_about_others = path.name == "source" or path.suffix in (".json", ".new", ".safe")
@@ -61,7 +62,7 @@ def _has_changes(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove what is in a cache directory; raises OSError where that fails. Blocks."""
+    """Remove the content of a cache directory; raises OSError if that fails. Blocks."""
     fd = os.open(directory, _FLAGS)
     try:
         _empty(fd, os.fstat(fd).st_dev, _DEEPEST)
@@ -70,7 +71,7 @@ def remove(directory: Path) -> None:
 
 
 def _empty(directory: int, device: int, depth: int) -> None:
-    """Remove what is in an open directory. What is on another device makes its rmdir fail."""
+    """Remove the content of an open directory; raises OSError if it contains a mount point."""
     with os.scandir(directory) as entries:
         content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in content:
@@ -87,7 +88,7 @@ def _empty(directory: int, device: int, depth: int) -> None:
 
 
 def _directories(state: Path, name: str) -> Iterator[Path]:
-    """The directories in the directory `name` of each mount."""
+    """Yield the subdirectories of the directory `name` of each mount."""
     for mount in _listed(state):
         for path in _listed(mount / name):
             if path.is_dir() and not path.is_symlink():
@@ -102,7 +103,7 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the command `look` or `all`; return the exit status."""
     what, directory = sys.argv[1], Path(sys.argv[2])
     try:
         if what == "look":

@@ -10,7 +10,7 @@ _PAIR = struct.Struct("<QQ")
 
 
 class RangeMap:
-    """Byte ranges that merge as they meet. `total` is the number of bytes in them."""
+    """A set of byte ranges; adjacent ranges are merged. `total` is the number of bytes in them."""
 
     __slots__ = ("_starts", "_stops", "total")
 
@@ -25,7 +25,7 @@ class RangeMap:
         return iter(zip(self._starts, self._stops, strict=True))
 
     def add(self, start: int, stop: int) -> int:
-        """Add [start, stop); return how many bytes of it are new."""
+        """Add [start, stop); return how many of these bytes are new."""
         if start >= stop:
             return 0
         low = bisect_left(self._stops, start)
@@ -57,7 +57,7 @@ class RangeMap:
         return self._starts[index], self._stops[index]
 
     def part(self, start: int, stop: int) -> RangeMap:
-        """The ranges within [start, stop)."""
+        """The ranges, cut to [start, stop)."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         return RangeMap(
             (max(start, self._starts[index]), min(stop, self._stops[index]))

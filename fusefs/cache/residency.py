@@ -1,8 +1,8 @@
-"""The files of a cache that are in memory: those that are in use or were lately.
+"""The files of a cache that are in memory, because they are or were lately in use.
 
-The catalog may have ten million. Whoever opens a file that is not in memory finds it there
-(integrity/opening.py), jobs load what they look for by name or page by page, and the evictor
-loads the oldest. What was used first leaves memory when there is too much.
+The catalog may have ten million files. An open of a file that is not in memory reads its row
+(integrity/opening.py), jobs load files by name or page by page, and the evictor loads the oldest
+files. If there are too many files in memory, the least recently used are unloaded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.quota import Quota
 
-# Bits for each name, with three positions: 0.5% of other names are taken for known ones.
+# Bits per name, of which three are set: 0.5% of unknown names are taken for known ones.
 _BITS = 16
 _LEAST = 1 << 16
 
 
 class Residency:
-    """The files of a cache in memory, those in use and `most` others. Belongs to the event loop."""
+    """Loads and unloads the files of a cache, to `most` in memory. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Residency:
         self._order = order
         self._quota = quota
         self._most = most
-        # True if the catalog has files that are not in memory: names that the filter does not have
-        # are not among them. Until the names are read it is not there.
+        # True if the catalog has files that are not in memory. `_others` is a filter of their
+        # names, and None until the names have been read.
         self._has_others = quota.files > len(files)
         self._others = None if self._has_others else NameFilter(most)
-        # Up to where the catalog was read for the evictor, by last use and name, and what it has
-        # got there and not evicted yet.
+        # The (last use, name) up to which the catalog was read for the evictor, and the files
+        # that were loaded and neither used nor evicted since.
         self._read_to = (-math.inf, "")
         self._from_catalog: set[CacheFile] = set()
 
     def lacks(self, name: str) -> bool:
-        """True if the catalog surely has no file of this name, which is not in memory."""
+        """True if the catalog certainly has no file of a name that is not in memory."""
         if self._writer.has_neighbours:
             return False
         if not self._has_others:
@@ -58,11 +58,11 @@ class Residency:
         return self._others is not None and name not in self._others
 
     def leave(self, file: CacheFile) -> None:
-        """Note that a file is in use now, or gone."""
+        """Note that a file is in use now, or gone, and so no longer one loaded for eviction."""
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
-        """Have the files of these names in memory that there are."""
+        """Load the files of those of these names that the catalog has."""
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:
@@ -70,7 +70,7 @@ class Residency:
                 await self._load(lambda: [row for name in unknown if (row := find(name))])
 
     async def pages(self, larger_than: int) -> AsyncIterator[list[CacheFile]]:
-        """All files that are larger than so many bytes, page by page."""
+        """Load all files larger than `larger_than` bytes; yield them page by page."""
         after = ""
         while True:
             files, rows = await self._load(partial(self._catalog.page, after, larger_than))
@@ -80,7 +80,7 @@ class Residency:
             after = rows[-1].name
 
     async def load_oldest(self) -> bool:
-        """Have in memory what the evictor may take next; False at the end of the catalog."""
+        """Load the next page of files for the evictor; False at the end of the catalog."""
         await self._writer.record()
         if not (self._has_others or self._writer.has_neighbours):
             return False
@@ -91,12 +91,12 @@ class Residency:
 
     @property
     def lacks_oldest(self) -> bool:
-        """True if the catalog has files that were used before all that may be evicted here."""
+        """True if files in the catalog may be older than all evictable files in memory."""
         return self._has_others and self._order.oldest not in self._from_catalog
 
     async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
-        """The files of rows that a thread reads from the catalog, made known if they are not."""
-        await self._writer.record()  # it may still have rows of files that were dropped
+        """Call `read` in the catalog's thread, load its rows' files; return the files and rows."""
+        await self._writer.record()  # else it might return rows of files dropped meanwhile
         rows = await self._writer.in_catalog(read) or []
         new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
         self._files |= {file.name: file for file in new}
@@ -104,7 +104,7 @@ class Residency:
         return [self._files[row.name] for row in rows], rows
 
     async def unload(self, let_go: Callable[[CacheFile], object]) -> None:
-        """Unload files where there are too many, those used first; call `let_go` with each."""
+        """Unload the least recently used files above `most`; call `let_go` with each."""
         excess = len(self._files) - self._most
         if excess <= 0:
             return
@@ -126,7 +126,7 @@ class Residency:
             await self.learn_names()
 
     async def learn_names(self) -> None:
-        """Read the names of the files that are in the catalog, and not in memory, if need be."""
+        """Fill the filter with the names of all files in the catalog, if there is no filter yet."""
         if self._others is not None:
             return
         await self._writer.record()
@@ -140,9 +140,9 @@ class Residency:
 
 
 class NameFilter:
-    """A Bloom filter of at most `capacity` names of files, which are 32 hexadecimal digits.
+    """A Bloom filter of at most `capacity` file names, which are 32 hexadecimal digits each.
 
-    It spares a new file a look at the catalog, which would be a third of its time.
+    It saves a new file a query of the catalog, a third of the time of creating the file.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -152,11 +152,11 @@ class NameFilter:
 
     @property
     def is_full(self) -> bool:
-        """True if so many names were added that it tells little by now."""
+        """True if more names were added than the filter was made for."""
         return self._left < 0
 
     def add(self, name: str) -> None:
-        """Add a name, which is not removed again."""
+        """Add a name. Names can't be removed."""
         self._left -= 1
         for at in self._positions(name):
             self._bits[at >> 3] |= 1 << (at & 7)

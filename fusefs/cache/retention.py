@@ -1,13 +1,13 @@
 """The cached files that are never evicted: those at or below the paths of `fusefs pin`.
 
-A pin names a key of a bucket, or the prefix before a slash, and so every version of the objects
-there. It is in the directory's catalog, for all mounts, when the call returns. In memory each mount
-has a hash of each pin of its bucket, and reads only what was added since; after an unpin by another
-mount it reads all of them again.
+A pin names a key of a bucket, or a prefix without its last slash, and covers every version of the
+objects there. Pins are in the cache directory's catalog, for all mounts. In memory each mount has a
+hash of each pin of its bucket. It reads only the pins that were added since, but after another
+mount has removed a pin, all of them.
 
-Cached files are retained one by one, since a mount's evictor knows of other mounts' files only the
-names: the catalog has a row with key and name of each (`Catalog.retain`), from when a version of a
-pinned key is used or fetched. The row of a newer version replaces it.
+A mount's evictor knows only the names of other mounts' files, not their keys. So the catalog has a
+row with key and name of each retained file (`Catalog.retain`), written when a version of a pinned
+key is used or fetched. The row of a newer version replaces it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fusefs.cache.catalog_writer import CatalogWriter
 
 Result = TypeVar("Result")
 
-# Files of which it is seen with one call whether other mounts retain them.
+# Files whose retention by other mounts is read with one call.
 LOOKED_UP = 2000
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
-# Whether a pin is one of those that are to be removed.
+# True if a pin should be removed.
 Wanted = Callable[[str], bool]
 
 
 def above(key: str) -> Iterator[str]:
-    """The pins that a key may be retained for: itself, the prefixes it is below, and ""."""
+    """Yield the pins that would cover a key: the key itself, each prefix above it, and ""."""
     yield key
     at = key.rfind("/")
     while at >= 0:
@@ -46,16 +46,16 @@ def above(key: str) -> Iterator[str]:
 
 
 def covers(pins: Container[int], key: str) -> bool:
-    """True if a key has one of the pins, which are hashes, or is below one; "" pins everything."""
+    """True if a key is at or below one of the pins, given as hashes; the pin "" covers all keys."""
     return any(hash(pin) in pins for pin in above(key))
 
 
 class Retention:
-    """The pins of one bucket in one cache directory, and the files that are not evicted for them.
+    """The pins of one bucket in one cache directory, and the files retained for them.
 
-    Pins are keys and prefixes without their last slash. `files` are those in memory, by name.
-    `leave_order` takes a file out of the order of eviction, and `put_back` gives it a place there
-    if it may have one. `covers` and `pins_above` do not block, `refresh_now` and `covered` do.
+    Pins are keys and prefixes without their last slash. `files` are the files in memory, by name.
+    `leave_order` removes a file from the eviction order, `put_back` returns it if it may be
+    evicted. `covers` and `pins_above` do not block, `refresh_now` and `covered` do.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Retention:
         self._in_catalog = writer.in_catalog
         self._leave_order = leave_order
         self._put_back = put_back
-        # Changed in the catalog's thread, or before there is one.
-        self._pins: set[int] = set()  # their hashes: they are many, and long
-        # The latest pin of this bucket that is known, and of the record the latest of all
-        # buckets and how many were removed: with these two it has changed.
+        # Changed only in the catalog's thread, or before that exists.
+        self._pins: set[int] = set()  # hashes, as pins are many and long
+        # The number of this bucket's latest known pin; then, of all buckets, the number of the
+        # latest pin and the count of removals, one of which changes with every change of pins.
         self._added = 0
         self._record = -1, -1
         self._counted: tuple[object, int] = None, 0
@@ -87,35 +87,35 @@ class Retention:
         return len(self._pins)
 
     def covers(self, key: str) -> bool:
-        """True if the files of a key are retained."""
+        """True if a pin covers a key, so that its files are retained."""
         return bool(self._pins) and covers(self._pins, key)
 
     def pins_above(self, key: str) -> list[str]:
-        """The pins that a key is retained for."""
+        """The sorted pins that cover a key."""
         return sorted(pin for pin in above(key) if hash(pin) in self._pins)
 
     def covered(self, keys: Iterable[str]) -> set[str]:
-        """Those of the keys whose files are retained, by what is on record now."""
+        """Return the keys that a pin covers, after reading the catalog's current pins. Blocks."""
         self.refresh_now()
         return {key for key in keys if self.covers(key)}
 
     async def refresh(self) -> bool:
-        """See whether another mount has changed the pins, and return whether one has."""
+        """Read other mounts' changes of pins from the catalog; return True if there were any."""
         return bool(await self._in_catalog(self.refresh_now))
 
     async def count(self, path: str) -> int:
-        """The number of pins at or below a path ("": all); 0 if they can't be read."""
+        """Count the pins at or below a path ("": all); 0 if they can't be read."""
         if not path or not self._pins:
             return len(self._pins)
         return await self._in_catalog(lambda: self._count(path)) or 0
 
     async def add(self, pins: Iterable[str]) -> None:
-        """Put pins on record, and on the disk when this returns; raises OSError if that fails."""
+        """Write pins to the catalog, synced to the disk on return; raises OSError on failure."""
         new = list(pins)
         await self._change(lambda: self._add(new))
 
     def refresh_now(self) -> bool:
-        """As `refresh`; raises sqlite3.Error where the catalog can't be read. Blocks."""
+        """Like `refresh`, but raises sqlite3.Error if the catalog can't be read. Blocks."""
         with self._catalog.reading() as db:
             return self._read(db)
 
@@ -152,7 +152,7 @@ class Retention:
         return True
 
     def _remove(self, pins: KeyRange, is_wanted: Wanted) -> tuple[int, KeyRange | None]:
-        """Remove a page of pins; return how many, and what pins are left to be looked at."""
+        """Remove the wanted pins of a page; return how many, and the range of pins left or None."""
         with self._catalog.transaction(is_durable=True) as db:
             self._read(db)
             found = db.execute(
@@ -173,7 +173,7 @@ class Retention:
         return len(gone), (keys[-1] + "\0", pins[1]) if len(keys) == PAGE else None
 
     def _read(self, db: sqlite3.Connection) -> bool:
-        """Know all pins: those that were added, or all if some were removed; tell if any were."""
+        """Read the pins added since the last call, or all if any were removed; True if changed."""
         record = _record(db)
         if record == self._record:
             return False
@@ -183,14 +183,14 @@ class Retention:
             pins = self._pins
         for page in self._new(db):
             pins.update(map(hash, page))
-        self._pins = pins  # all at once: the event loop looks at them while a thread is here
+        self._pins = pins  # replaced at once, as the event loop reads it during this thread's work
         self._record = record
         return True
 
     def _new(self, db: sqlite3.Connection) -> Iterator[list[str]]:
-        """The pins that are not known yet, page by page."""
+        """Yield the pins that are not known yet, page by page."""
         while rows := db.execute(
-            # With "+" SQLite goes by the order in which they were added.
+            # The "+" makes SQLite search by `added`, not by the index of (identity, key).
             "SELECT added, key FROM pins WHERE +identity = ? AND added > ? ORDER BY added LIMIT ?",
             (self._identity, self._added, PAGE),
         ).fetchall():
@@ -200,14 +200,14 @@ class Retention:
     # The files
 
     async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
-        """Remove the wanted pins at and below a path, whose files may be evicted; return how many.
+        """Remove the wanted pins at and below a path, and release their files; return how many.
 
-        Not cancelled. A process that is killed has removed some of them, or all.
+        Can't be cancelled. A process that is killed may have removed some of the pins.
 
         Raises:
-            OSError: the disk does not take it; the next call goes on, also without pins.
+            OSError: the catalog can't be written; another call finishes the rest.
         """
-        with trio.CancelScope(shield=True):  # else files without a pin would stay retained
+        with trio.CancelScope(shield=True):  # otherwise files without a pin would stay retained
             count = 0
             for keys in key_ranges(path):
                 left: KeyRange | None = keys
@@ -220,7 +220,7 @@ class Retention:
         return count
 
     async def release_unused(self, key: str, before: float) -> None:
-        """Let files below a pin be evicted that were last retained `before` (epoch seconds)."""
+        """Release files at and below a key that were last retained before `before` (epoch s)."""
         await self._writer.release(key, lambda _keys: (), before)
 
     async def release_file(self, file: CacheFile) -> None:
@@ -232,22 +232,22 @@ class Retention:
         self.note(file, is_retained=False)
 
     def retain_again(self, file: CacheFile) -> None:
-        """Note that the version of a pinned file is the bucket's present one."""
+        """Retain a file, whose version is the bucket's current one, if a pin covers its key."""
         if file.version is not None and self.covers(file.version.key):
             self.retain(file, file.version.key)
 
     def retain(self, file: CacheFile, key: str) -> None:
-        """Keep a file of this key of the bucket from being evicted."""
+        """Exclude a file of this key of the bucket from eviction."""
         self.note(file, is_retained=True)
         self._writer.retain(key, file.name)
 
     def released(self, names: set[str]) -> None:
-        """Note that the files of these names may be evicted again."""
+        """Let the files with these names, if in memory, be evicted again."""
         for file in filter(None, map(self._files.get, names)):
             self.note(file, is_retained=False)
 
     async def learn(self) -> None:
-        """See which files other mounts retain."""
+        """Read from the catalog which files in memory are retained, also by other mounts."""
         await self.refresh()
         await self._writer.record()
         files = list(self._files.values())
@@ -257,7 +257,7 @@ class Retention:
             pending = self._writer.retaining
             look_up = partial(self._catalog.retained_of, [file.name for file in part])
             names = await self._writer.in_catalog(look_up)
-            # A catalog in memory has no rows from before.
+            # A catalog in memory lacks all earlier rows.
             if names is None or self._catalog.is_in_memory:
                 return
             for file in part:
@@ -267,7 +267,7 @@ class Retention:
                     self.note(file, is_retained=False)
 
     def note(self, file: CacheFile, *, is_retained: bool) -> None:
-        """Note that a file in memory is retained, or no more."""
+        """Set a file's `is_retained`, and take it out of the eviction order or put it back."""
         if file.is_retained == is_retained:
             return
         file.is_retained = is_retained
@@ -278,10 +278,10 @@ class Retention:
 
 
 def _record(db: sqlite3.Connection) -> tuple[int, int]:
-    """The number of the latest pin of any bucket, and the count of removals."""
+    """Read the number of the latest pin of any bucket, and the count of removals."""
     found = db.execute("SELECT coalesce(max(added), 0), (SELECT count FROM removals) FROM pins")
     added, removals = found.fetchone()
     if not isinstance(removals, int):
-        # One changed bit makes it look empty, of which SQLite knows nothing.
+        # One changed bit can make the table look empty, which SQLite does not detect.
         raise sqlite3.DatabaseError("it has no count of removals")
     return added, removals

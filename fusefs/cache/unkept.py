@@ -1,10 +1,10 @@
-"""The memory for bytes that are read past the cache, however many readers there are.
+"""The memory for bytes that are read past the cache, with one limit for all readers.
 
-Where the cache has no room, each read is downloaded into memory, with some more
-bytes for the reader's next reads. All such buffers together have one limit. A
-download waits until its bytes fit; what was kept for next reads makes room
-first, the least recently read before. The more readers there are, the less is
-read ahead for each, so that none drops what another is about to read.
+If the cache has no room, each read is downloaded into memory, together with some
+more bytes for the reader's next reads. A download waits until its bytes fit into
+the limit. Bytes kept for next reads are dropped first, the least recent reader's
+first. The more readers there are, the fewer bytes are read ahead for each, so that
+no reader's download drops bytes that another reader is about to read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import trio
 
 from fusefs.telemetry.stalls import WaitCause, stage
 
-# The most that is read for one reader at a time: what it may keep for its next reads.
+# The most bytes that are downloaded for one reader at a time.
 AHEAD = 2 << 20
 
 
 class UnkeptReader(Protocol):
-    """A reader with what it last read past the cache: an offset in the file, and the bytes."""
+    """A reader; `unkept` has bytes read past the cache for it, with their offset in the file."""
 
     unkept: tuple[int, bytearray]
 
@@ -35,23 +35,23 @@ class UnkeptBuffers:
         self.limit = limit
         self._under_way = 0
         self._kept = 0
-        # All that have read past the cache and are open, the least recent first.
+        # All open readers that have read past the cache, the least recent first.
         self._readers: OrderedDict[int, UnkeptReader] = OrderedDict()
         self._changed = trio.Event()
 
     @property
     def used(self) -> int:
-        """Bytes that are downloaded or kept."""
+        """The number of bytes that are being downloaded or kept for next reads."""
         return self._under_way + self._kept
 
     def ahead(self, reader: UnkeptReader) -> int:
-        """The least number of bytes to download for a read of `reader`."""
+        """The number of bytes to download for a read of `reader`, at least."""
         readers = len(self._readers) + (id(reader) not in self._readers)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Wait for room for `size` bytes; a download above the limit runs alone."""
+        """Reserve `size` bytes in the block, waiting for room; more than the limit if alone."""
         while self.used + size > self.limit and self.used:
             if self._kept:
                 self._drop_oldest()
@@ -67,7 +67,7 @@ class UnkeptBuffers:
             self._changed = trio.Event()
 
     def keep(self, reader: UnkeptReader, start: int, data: bytearray) -> None:
-        """Keep what was downloaded for a reader's next reads, as long as there is room."""
+        """Keep downloaded bytes for a reader's next reads, if they fit into the limit."""
         self.drop(reader)
         self._readers[id(reader)] = reader
         if self.used + len(data) <= self.limit:
@@ -75,7 +75,7 @@ class UnkeptBuffers:
             self._kept += len(data)
 
     def drop(self, reader: UnkeptReader) -> None:
-        """Drop what was kept for a reader, which has ended or reads elsewhere."""
+        """Drop the bytes kept for a reader, which has ended or reads elsewhere."""
         if self._readers.pop(id(reader), None) is not None:
             self._empty(reader)
 

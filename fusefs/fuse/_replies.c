@@ -1,9 +1,9 @@
-/* Replies to long READs with the bytes of files, by a thread that never holds the interpreter lock:
- * to copy them is most of what such a READ costs, and the event loop has other things to do.
+/* A thread that answers long READs with the bytes of files, without the interpreter lock: copying
+ * the bytes is most of the cost of such a READ, and the event loop can do other work meanwhile.
  *
- * Only what the page cache has is sent. A READ of which it lacks something, or whose reply the
- * kernel refuses, is given back to Python. As everywhere, a reply is written from memory that is
- * resident (session.py). The mutex guards the ring of jobs; each job has a descriptor of its own. */
+ * Only bytes in the page cache are sent. A READ is given back to Python if the page cache lacks
+ * some of its bytes or the kernel refuses its reply. Replies are written from resident memory, as
+ * in session.py. The mutex guards the ring of jobs; each job has a descriptor of its own. */
 
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
@@ -17,7 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { MOST_JOBS = 1024 }; /* as many as the kernel has reads in its background (session.py) */
+enum { MOST_JOBS = 1024 }; /* as many as the kernel's background reads (session.py) */
 
 struct job {
     unsigned long long unique, fh;
@@ -29,7 +29,7 @@ struct job {
 typedef struct {
     PyObject_HEAD
     int fd, is_started, is_closing;
-    void *buffer; /* of `size` bytes, once it has started */
+    void *buffer; /* `size` bytes, NULL before the thread has started */
     Py_ssize_t size;
     PyObject *give_back;
     pthread_t thread;
@@ -39,7 +39,7 @@ typedef struct {
     unsigned int first, count;
 } ReplyThread;
 
-/* Waits for a job; 0 once there is none, nor will be. */
+/* Waits for a job; returns 0 if there is none and the thread is closing. */
 static int next_job(ReplyThread *self, struct job *job) {
     pthread_mutex_lock(&self->mutex);
     while (!self->count && !self->is_closing)
@@ -83,7 +83,8 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* Signals are for Python's main thread. Where memory can't be locked, it is at least resident. */
+/* Starts the thread; returns 0 if that fails. The thread blocks all signals, which Python's main
+ * thread handles. If memory can't be locked, it is at least resident. */
 static int start(ReplyThread *self) {
     sigset_t all, before;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;

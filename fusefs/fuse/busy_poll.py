@@ -1,15 +1,14 @@
-"""Waiting for the next request without going to sleep, while that pays.
+"""Decides when to poll for the next request instead of sleeping.
 
-To sleep and to wake up again costs the event loop some 15 microseconds, and the program that waits
-for its answer as much or more; a program that opens small files, or walks, makes its next request
-sooner. So compiled code (fast_path.c) looks for it for up to 50 microseconds: `opens1` of the bench
-is 26,500 opens/s with that, and 15,600 without.
+Sleeping and waking up costs the event loop some 15 microseconds, and the program that waits for its
+answer as much or more; a program that opens small files, or walks a tree, makes its next request
+sooner. So compiled code (fast_path.c) polls for it for up to 50 microseconds: `opens1` of the bench
+is 26,500 opens/s with polling, and 15,600 without.
 
-An account tells whether it pays: a request that comes in time is worth 50 microseconds, less what
-was spent to wait for it; one that does not come costs what was spent, and so does it where the
-scheduler has preempted the thread, which holds up the very program whose request it waits for.
-While the account shows a loss, most waits go without polling, and one in a while tries again: after
-16 waits, 32, up to 4,096.
+An account shows if polling pays. A poll earns 50 microseconds if a request comes, and costs the
+time that it took. Each preemption of the thread by the scheduler costs as well, because polling
+then delays the very program whose request it waits for. When the account shows a loss, the next 16
+waits are not polled, then 32, up to 4,096, with a new trial after each pause.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from __future__ import annotations
 import os
 import resource
 
-# How long one wait is polled, and what it is worth when a request comes.
+# The longest time to poll, and the gain if a request comes.
 LONGEST_NS = 50_000
-# The account's bounds: 2 ms, which is how long a loss goes unnoticed.
+# The account's bounds: 2 ms, the longest loss before polling stops.
 MOST_NS = 2_000_000
 FIRST_PAUSE, LONGEST_PAUSE = 16, 4096
-# After a pause so many waits in vain show that it still does not pay.
+# After a pause, this many polls without a request show that polling still does not pay.
 TRIED_AGAIN = 8
-# How often the number of preemptions is read, in polled waits, and what one costs.
+# The number of polled waits between readings of the preemptions, and the cost of a preemption.
 PREEMPTIONS_EVERY = 16
 PREEMPTION_NS = 200_000
 
 
 class BusyPoll:
-    """The account of polled waits; one processor polls none. Belongs to the event loop."""
+    """The account of polled waits; never polls on one processor. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._has_processors = len(os.sched_getaffinity(0)) > 1
@@ -41,7 +40,7 @@ class BusyPoll:
         self._polled, self._look_at = 0, PREEMPTIONS_EVERY
 
     def is_worth_it(self) -> bool:
-        """True if the next wait is to be polled; to be called before each."""
+        """Return True if the next wait should be polled. To be called once before each wait."""
         if not self._skipping:
             return self._has_processors
         self._skipping -= 1
@@ -50,7 +49,7 @@ class BusyPoll:
         return False
 
     def account(self, polled: int, hits: int, spent_ns: int) -> None:
-        """Take into account how some waits went: in how many of them a request came."""
+        """Add `polled` waits to the account, of which `hits` brought a request, in `spent_ns`."""
         self._polled += polled
         gain = hits * LONGEST_NS - spent_ns
         if self._polled >= self._look_at:
@@ -68,5 +67,5 @@ class BusyPoll:
 
 
 def _preemptions() -> int:
-    """The number of times that this thread had to give its processor up."""
+    """The number of times that this thread was preempted (involuntary context switches)."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

@@ -1,19 +1,19 @@
-"""The files by which programs in a mount give plans, have paths warmed, and see the status.
+"""The control files: programs in a mount write plans and paths to warm, and read the status.
 
-`.fusefs` in the mount's root is in no listing and never a key of the bucket. A pod needs neither
-the command nor the daemon's socket for what it has:
+They are in `.fusefs` in the mount's root, which is in no listing and never a key of the bucket.
+With them a pod needs neither the command nor the daemon's socket:
 
-- `plan`: the order in which a reader will read, as `fusefs plan` takes it;
-- `warm`: paths that `fusefs warm` is to fetch;
-- `status`: what the mount says of itself, as JSON, read anew from offset 0 on.
+- `plan`: takes the order in which a reader will read, in the format of `fusefs plan`;
+- `warm`: takes paths to fetch into the cache, like `fusefs warm`;
+- `status`: has the mount's status as JSON, made anew for each read at offset 0.
 
-Paths are relative to the mount. Those may write who may write in the mount's root, and those read
-who may read there: the kernel checks it (`default_permissions`). What is written is a stream:
-offsets are ignored, and complete lines are taken at once. A refused line fails that `write` and
-all later ones of the same open file with EINVAL, and `status` and the log have the reason.
+Paths are relative to the mount. The files have the owner and the write or read permissions of the
+mount's root; the kernel checks them (`default_permissions`). Writes form a stream: offsets are
+ignored, and complete lines take effect at once. A refused line fails its `write`, and all later
+writes to the same open file, with EINVAL; `status` and the log have the reason.
 
-The nodes have ids that the table (posix/nodes/inode_table.py) never gives. Nothing of them is on
-record: the next daemon answers for them as well, but for a text that was half written (EIO).
+Their node ids are never used by the inode table (posix/nodes/inode_table.py). No state is saved: a
+new daemon continues to serve them, except files that are being written (EIO).
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from fusefs.posix.types import Caller, NameKind
 
 logger = logging.getLogger("fusefs.session")
 
-# Below FIRST_ID (posix/nodes/inode.py), and other ids than a directory stream's "." and "..".
+# Below FIRST_ID (posix/nodes/inode.py), and different from a directory's ids for "." and "..".
 NODES = DIRECTORY, PLAN, WARM, STATUS = range(8, 12)
 _NAMES = {b"plan": PLAN, b"warm": WARM, b"status": STATUS}
 # The sections of the status that are shown to all who may read.
 _SHOWN = ("version", "source", "read_only", "cache", "plans", "warming", "stalls")
-# Lines that are taken before other tasks have their turn.
+# Lines that are processed before other tasks get their turn.
 _TURN = 500
 _LONGEST_LINE = 8192
 _MOST_BYTES = 2 << 30
 
-# Asks the daemon as its socket does (daemon/status.py); raises OSError where it refuses.
+# Sends the daemon a command as on its socket (daemon/status.py); raises OSError if refused.
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class ControlFiles:
-    """The control files of one mount; `root` tells the attributes of its root directory."""
+    """The control files of one mount; `root` returns the attributes of its root directory."""
 
     def __init__(self, ask: Ask, root: Callable[[], Attributes]) -> None:
         self._ask = ask
         self._root = root
-        # No daemon of the mount has given one of these before.
+        # File handles, different from those of earlier daemons of the mount.
         self._handles = count(time.time_ns())
         self._texts: dict[int, _Text] = {}
         self._statuses: dict[int, bytes] = {}
@@ -69,7 +69,7 @@ class ControlFiles:
     def tables(
         self, handlers: ReadHandlers, others: dict[int, Handler]
     ) -> tuple[dict[int, Handler], dict[int, Handler]]:
-        """The handlers of all other nodes, and those of these."""
+        """Make the handlers by opcode, one table for all other nodes, one for the control files."""
         look_up, name = others[Opcode.LOOKUP], f"{PRIVATE}\0".encode()
 
         def look_up_root(nodeid: int, body: memoryview, caller: Caller) -> Result:
@@ -170,7 +170,7 @@ class ControlFiles:
     async def _accept(
         self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
     ) -> None:
-        """Do something with a text; note why it is refused, once."""
+        """Call `work` for a text; if that raises OSError, refuse all later data with its reason."""
         async with text.lock:
             if text.why:
                 raise OSError(errno.EINVAL, text.why)
@@ -185,7 +185,7 @@ class ControlFiles:
 
 
 class _Text:
-    """A text that a program writes; `why` says why it was refused, `lock` has one add at a time."""
+    """A plan or list that a program writes; `why`: reason of a refusal, `lock`: for each write."""
 
     def __init__(self, ask: Ask, nodeid: int) -> None:
         self.nodeid = nodeid
@@ -198,7 +198,7 @@ class _Text:
         self._list_name = secrets.token_hex(16)
 
     async def add(self, data: bytes) -> None:
-        """Take what is complete of a piece.
+        """Process the complete lines after adding `data`.
 
         Raises:
             OSError: EINVAL, with the number of the line and the reason.
@@ -212,7 +212,7 @@ class _Text:
             raise OSError(errno.EINVAL, f"line {self._lines + 1}: it is too long for a path")
 
     async def end(self) -> None:
-        """Take the last line, and begin to warm."""
+        """Process the last line, then end the plan or start the warming."""
         if self._rest:
             await self._send([self._rest])
         if self.nodeid == PLAN:
@@ -236,7 +236,7 @@ class _Text:
             await self._give(reader, paths)
 
     def _parse(self, line: bytes) -> tuple[str, str]:
-        """The path and the reader of a line; without a path it is a comment or empty."""
+        """Parse a line into (path, reader); path "" for a comment. Raises ValueError."""
         reader = ""
         if b"\0" in line or len(line) > _LONGEST_LINE:
             raise ValueError("it is no path")

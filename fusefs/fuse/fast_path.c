@@ -1,18 +1,18 @@
-/* The requests that programs make of warm files, answered without running Python.
+/* Answers requests about warm (cached) files without running Python code.
  *
- * An instance reads requests from a mount's /dev/fuse and answers those that take no
- * decision: OPEN of a file that the kernel reads by itself, its RELEASE, GETATTR, READ of
- * whole files whose pages are in memory, GETXATTR of names that no file has here, and the IOCTL
- * by which Python's open() looks for a terminal. What is true of a file is looked up in the tables and objects that belong to
- * Python, each time; whatever is unusual about a request is left to Python, which gets it as
- * if it had read it itself. So there is one set of rules, and here is the part of it that
- * says yes.
+ * An instance reads requests from a mount's /dev/fuse and answers the simple ones: OPEN of a
+ * file that the kernel reads itself (passthrough), its RELEASE, GETATTR, READ of complete cache
+ * files whose pages are in memory, GETXATTR of names that no file has here, and the IOCTL by
+ * which Python's open() checks for a terminal. For each request it looks up the state of the
+ * file in Python's own tables and objects. An unusual request is left to Python, in the buffer,
+ * as if Python had read it. So Python has all rules, and this file repeats only those for the
+ * usual, successful case.
  *
- * What an OPEN changes beside the journal is noted, and Python takes the notes (`take`)
- * before anything else of it runs. As with all requests, the journal has an open and a
- * close before the kernel has the reply (posix/journal/journal.py).
+ * Apart from the journal, the changes by an OPEN or RELEASE are noted, and Python takes the notes
+ * (`take`) before any other Python code runs. As with all requests, opens and closes are in
+ * the journal before the kernel gets the reply (posix/journal/journal.py).
  *
- * All of it runs with the interpreter lock held, but for polling: no other call waits.
+ * All of this holds the interpreter lock, except polling, the only call that waits.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -45,9 +45,9 @@ enum {
     MOST_TIMED = 256,      /* times between two `take`s */
     MOST_OPCODES = 64,
     MOST_NAMES = 16384,    /* as FileCache's MOST_NAMES */
-    LONGEST_POLLED_NS = 500 * 1000, /* of one `serve`: other tasks wait meanwhile */
-    LONGEST_READ = 64 << 10, /* to copy more, Python lets other threads run */
-    READ_AS_ONE = 4 << 10, /* a READ of more counts as several requests */
+    LONGEST_POLLED_NS = 500 * 1000, /* per `serve`, as other tasks wait meanwhile */
+    LONGEST_READ = 64 << 10, /* longer READs are left to Python, to be copied without the lock */
+    READ_AS_ONE = 4 << 10, /* a longer READ counts as several requests */
     ATTRIBUTES = 88,       /* struct fuse_attr as of FUSE 7.9 and later */
 };
 #define FOREVER_S (1ULL << 40) /* as in read_handlers.py */
@@ -74,7 +74,7 @@ struct journal {
     uint32_t crc;
 };
 
-/* A note of an open, a close or both. Without `inode` it is a close of what Python has opened. */
+/* A note of an open, a close or both. `inode` is NULL for the close of a handle of Python's. */
 struct opened {
     PyObject *inode, *file; /* owned */
     uint64_t unique, fh;
@@ -88,7 +88,7 @@ struct timed {
     double took_s;
 };
 
-/* Python's objects, as `__init__` gets them. */
+/* The Python objects that `__init__` gets. */
 #define FOR_EACH_OBJECT(X)                                                                        \
     X(operations) X(inodes) X(handles) X(open_files) X(restored) X(name_of) X(files)              \
     X(backing_ids)
@@ -101,12 +101,12 @@ typedef struct {
     FOR_EACH_OBJECT(MEMBER)
     long long checked_at_open; /* larger files are not compared with their checksums */
     PyObject *names; /* node id: (info, name of its cache file) */
-    int can_read; /* files can be read without waiting for the disk */
+    int can_read; /* the cache's file system supports RWF_NOWAIT */
     struct journal journal;
     PyObject *log; /* borrowed, during `serve` */
     uint64_t next_fh;
     int has_fh;
-    /* What Python has not taken yet. */
+    /* The notes that Python has not taken yet. */
     uint64_t counts[MOST_OPCODES], refused[MOST_OPCODES], cache_bytes;
     int is_noted, lost;
     struct opened opened[MOST_OPENED];
@@ -114,15 +114,15 @@ typedef struct {
     struct timed timed[MOST_TIMED];
     int timed_count;
     uint64_t untimed;
-    long long period; /* how many requests there are for each that is timed */
+    long long period; /* one in this many requests is timed */
     unsigned long long requests;
     unsigned long long polled, hits, polled_ns; /* for busy_poll.py */
-    int spent; /* what the requests of one `serve` count as */
+    int spent; /* the requests of one `serve`, long READs counted several times */
 } FastPath;
 
 static uint32_t crc_table[256];
 
-/* The attributes that are looked up, each by its interned name. */
+/* The interned names of the attributes that are looked up. */
 #define FOR_EACH_NAME(X)                                                                          \
     X(backing_id) X(count) X(crc) X(fd) X(fetched) X(file) X(info) X(inode) X(is_checked)         \
     X(is_current) X(is_removed) X(is_shut) X(limit) X(looked_up) X(memory) X(meta) X(next_fh)     \
@@ -139,8 +139,8 @@ static const struct {
     FOR_EACH_NAME(ENTRY)
 };
 
-/* Each function that looks something up or handles a request returns 1 for yes or done,
- * 0 for no or left to Python, -1 with an exception set; REFUSED if the answer is an error. */
+/* Each function that looks something up or handles a request returns 1 for yes or done, 0 for no
+ * or left to Python, -1 with an exception set, and REFUSED if an error was sent as the reply. */
 enum { REFUSED = 2 };
 #define TRY(expression)                                                                           \
     do {                                                                                          \
@@ -186,7 +186,7 @@ static int get_seconds(PyObject *object, PyObject *name, double *value)
     return *value == -1.0 && PyErr_Occurred() ? -1 : 1;
 }
 
-/* The entry of a dict with numbers as keys, borrowed; NULL with or without an exception. */
+/* Look up a number in a dict; return the borrowed entry, or NULL (also with an exception set). */
 static PyObject *by_number(PyObject *dict, uint64_t number)
 {
     PyObject *key = PyLong_FromUnsignedLongLong(number);
@@ -197,7 +197,7 @@ static PyObject *by_number(PyObject *dict, uint64_t number)
     return found;
 }
 
-/* As time.monotonic(). */
+/* The same as time.monotonic(). */
 static double now_s(void)
 {
     struct timespec now;
@@ -215,12 +215,12 @@ static uint32_t crc32_of(const unsigned char *data, size_t size, uint32_t crc)
     return ~crc;
 }
 
-/* Have the journal at hand, with room for one record more. */
+/* Open the journal for `append`; 1 if it has room for one more record. */
 static int open_journal(FastPath *self)
 {
     struct journal *journal = &self->journal;
     if (self->log == Py_None)
-        return 0; /* it has been given up a moment ago */
+        return 0; /* the journal was just turned off */
     if (journal->object == NULL) {
         long long size, count, limit, crc;
         TRY(get_number(self->log, s_size, &size));
@@ -267,7 +267,7 @@ static int close_journal(FastPath *self)
     return set_number(log, s_crc, journal->crc);
 }
 
-/* Append a record; `open_journal` has said that there is room. */
+/* Append a record; call it only after `open_journal` has returned 1. */
 static void append(FastPath *self, const void *record, size_t size)
 {
     struct journal *journal = &self->journal;
@@ -277,7 +277,7 @@ static void append(FastPath *self, const void *record, size_t size)
     memcpy(memory + journal->size + size, &journal->crc, sizeof journal->crc);
     journal->size += size + sizeof journal->crc;
     journal->count++;
-    /* The record is there before it is committed, each number by one instruction. */
+    /* The record is written before the commit, whose two numbers take one instruction each. */
     unsigned char *slot = memory + FIRST_SLOT + (journal->count & 1) * SLOT_SIZE;
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
     *(volatile uint64_t *)slot = journal->size;
@@ -303,7 +303,7 @@ static int refuse(FastPath *self, const struct fuse_in_header *request, int erro
     return REFUSED;
 }
 
-/* A reply whose body lies behind a header's size in `self->reply`. */
+/* Send a reply whose body is already in `self->reply`, after the space for the header. */
 static void reply_in_place(FastPath *self, const struct fuse_in_header *request, size_t size)
 {
     struct fuse_out_header *header = self->reply.buf;
@@ -325,7 +325,7 @@ static int is_valid(PyObject *inode)
     return until > now_s();
 }
 
-/* The name of the cache file of a node's version, borrowed; NULL with an exception. */
+/* Find the name of the cache file of a node's version; borrowed, or NULL with an exception. */
 static PyObject *find_name(FastPath *self, PyObject *nodeid, PyObject *info)
 {
     PyObject *known = PyDict_GetItemWithError(self->names, nodeid);
@@ -347,11 +347,12 @@ static PyObject *find_name(FastPath *self, PyObject *nodeid, PyObject *info)
     if (known == NULL)
         return NULL;
     int failed = PyDict_SetItem(self->names, nodeid, known);
-    Py_DECREF(known); /* the dict has it */
+    Py_DECREF(known); /* the dict holds a reference */
     return failed ? NULL : name;
 }
 
-/* Whether the node is what its name stands for, and is open in no other mode. */
+/* 1 if the node is its name's current one, is not being written, and no handle is served by the
+ * daemon (which would exclude passthrough). */
 static int is_plain(FastPath *self, PyObject *inode)
 {
     TRY(is_object(self->operations, s_is_shut, Py_False));
@@ -373,7 +374,7 @@ static int is_whole(PyObject *file)
     return size > 0 && size == total;
 }
 
-/* Whether a file need not be compared with its checksums before it is opened. */
+/* 1 if a file need not be compared with its checksums before it is opened. */
 static int is_compared(FastPath *self, PyObject *file)
 {
     long long size;
@@ -381,7 +382,7 @@ static int is_compared(FastPath *self, PyObject *file)
     return size > self->checked_at_open ? 1 : is_object(file, s_is_checked, Py_True);
 }
 
-/* The whole cache file that the kernel reads for a node, borrowed, and its backing id. */
+/* Find the complete cache file that the kernel reads for a node (borrowed), and its backing id. */
 static int find_backing(FastPath *self, PyObject *nodeid, PyObject *info, PyObject **file,
                         int32_t *backing_id)
 {
@@ -476,7 +477,7 @@ static int open_file(FastPath *self, const struct fuse_in_header *request, const
     return outcome;
 }
 
-/* RELEASE of a file that is open for passthrough */
+/* RELEASE of a passthrough handle */
 
 static void log_close(FastPath *self, const struct fuse_in_header *request, uint64_t fh)
 {
@@ -485,7 +486,7 @@ static void log_close(FastPath *self, const struct fuse_in_header *request, uint
     reply(self, request, 0, NULL, 0);
 }
 
-/* The note of the open that gave a number; NULL if Python has taken it. */
+/* Find the note of the open that returned handle `fh`; NULL if Python has taken it. */
 static struct opened *find_note(FastPath *self, uint64_t fh)
 {
     for (int at = self->opened_count; at--;)
@@ -494,7 +495,7 @@ static struct opened *find_note(FastPath *self, uint64_t fh)
     return NULL;
 }
 
-/* Whether a handle of Python's is one that the kernel reads, and of a file that is not written. */
+/* 1 if a handle of Python's table is for passthrough, and its file is not being written. */
 static int is_passthrough(PyObject *handle)
 {
     long long backing_id;
@@ -544,7 +545,7 @@ static int get_attributes(FastPath *self, const struct fuse_in_header *request)
         return PyErr_Occurred() ? -1 : 0;
     TRY(is_object(inode, s_staged, Py_None));
     TRY(is_object(inode, s_is_removed, Py_False));
-    /* Without them Python may have to look at the object. */
+    /* If the metadata is unknown, Python may have to send a HEAD for the object. */
     int is_unknown = is_object(inode, s_meta, Py_None);
     if (is_unknown)
         return is_unknown < 0 ? -1 : 0;
@@ -583,7 +584,7 @@ static int get_attributes(FastPath *self, const struct fuse_in_header *request)
 
 /* READ */
 
-/* Answer with what the page cache has of a whole file, or leave it to Python. */
+/* Answer a READ of a complete file from the page cache, or leave it to Python. */
 static int read_whole(FastPath *self, const struct fuse_in_header *request,
                       const struct fuse_read_in *in, PyObject *file)
 {
@@ -599,7 +600,7 @@ static int read_whole(FastPath *self, const struct fuse_in_header *request,
         struct iovec part = {data, wanted};
         ssize_t count = preadv2((int)fd, &part, 1, (off_t)in->offset, RWF_NOWAIT);
         if (count < 0 && errno == EOPNOTSUPP)
-            self->can_read = 0; /* nor may it wait here */
+            self->can_read = 0; /* without RWF_NOWAIT the read might wait for the disk */
         TRY(count == (ssize_t)wanted);
     }
     self->spent += (int)(wanted / READ_AS_ONE);
@@ -635,7 +636,7 @@ static int read_file(FastPath *self, const struct fuse_in_header *request, const
 
 /* GETXATTR */
 
-/* Only `user.` attributes are ever kept here (xattrs.py). `ls -l` asks for others of each file. */
+/* Files have only `user.` attributes (xattrs.py). `ls -l` asks for other attributes as well. */
 static int get_attribute(FastPath *self, const struct fuse_in_header *request, const char *name,
                          size_t size)
 {
@@ -702,7 +703,7 @@ static ssize_t read_request(FastPath *self)
     return read(self->fd, self->request.buf, (size_t)self->request.len);
 }
 
-/* Look for a request for so long, and let other threads run meanwhile. */
+/* Poll for a request for up to `longest_ns`, and let other threads run meanwhile. */
 static ssize_t poll_request(FastPath *self, long long longest_ns)
 {
     ssize_t size;
@@ -730,12 +731,12 @@ static int serve_some(FastPath *self, int most, long long poll_ns, Py_ssize_t *o
         ssize_t size = read_request(self);
         if (size < 0 && errno == EAGAIN && poll_ns) {
             if (self->polled_ns >= polled_until)
-                break; /* it pays; others first */
+                break; /* polling pays, but other tasks must run now */
             size = poll_request(self, poll_ns);
         }
         if (size < 0) {
             if (errno == ENOENT || errno == EINTR)
-                continue; /* interrupted before it could be read */
+                continue; /* the request was interrupted before it could be read */
             *outcome = -errno;
             return 1;
         }
@@ -756,9 +757,9 @@ static int serve_some(FastPath *self, int most, long long poll_ns, Py_ssize_t *o
     return 1;
 }
 
-/* serve(log, most, poll_ns): answer up to `most` requests, looking for one for so long. Returns the
- * size of a request that is left to Python, 0 when so many were answered that others should have
- * their turn, or a negative errno of reading: -EAGAIN if there is none. */
+/* serve(log, most, poll_ns): answer up to `most` requests, polling for each for up to `poll_ns`.
+ * Returns the size of a request that is left to Python, 0 if other tasks must run now, or a
+ * negative errno of `read`: -EAGAIN if there is no request. */
 static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 3) {
@@ -836,10 +837,10 @@ static PyObject *take_opened(FastPath *self)
     return opened;
 }
 
-/* take(): what was done since the last time, None if nothing was. Requests answered as [(opcode,
- * count)]; times as [(opcode, seconds)]; opens as [(inode, file, fh, backing id, flags, unique, 1 if
- * it is closed)], None as the inode if only the close is new; bytes read; those answered with an
- * error as [(opcode, count)]; the errno of a reply that the kernel refused, or 0. */
+/* take(): return and clear the notes since the last call, or None if no request was answered. A
+ * tuple of: answered requests as [(opcode, count)]; times as [(opcode, seconds)]; opens as [(inode,
+ * file, fh, backing id, flags, unique, 1 if closed)], with None as inode if only the close is new;
+ * bytes read; requests answered with an error as [(opcode, count)]; errno of a lost reply or 0. */
 static PyObject *take(FastPath *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->is_noted)

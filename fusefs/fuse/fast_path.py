@@ -1,6 +1,6 @@
-"""The requests of warm files, answered by compiled code (fast_path.c).
+"""Runs the compiled code (fast_path.c) that answers requests about warm (cached) files.
 
-While the journal is off or is being rewritten Python answers them, by the same rules.
+While the journal is off or is being rewritten, Python answers them, by the same rules.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fusefs.session")
 
 
-# Requests that the compiled part answers before other tasks get their turn: 2 ms of them.
+# Requests that compiled code answers before other tasks get their turn (2 ms).
 MOST_AT_ONCE = 512
 
 
 class _Settling(trio.abc.Instrument):
-    """Settles before each step of a task that is not the one that receives."""
+    """Calls `settle` before each step of any task other than the receiving task."""
 
     def __init__(self, warm: FastPathReader, receiver: trio.lowlevel.Task) -> None:
         self._warm = warm
@@ -45,17 +45,17 @@ class _Settling(trio.abc.Instrument):
         try:
             self._warm.settle()
         except BaseException:
-            # trio would go on without this. The next process has all of it from the journal.
+            # trio would continue without this instrument. The next process reads the journal.
             logger.critical("a fault in fusefs", exc_info=True)
             os._exit(1)
 
 
 class FastPathReader:
-    """Reads one mount's requests, and answers what compiled code can. Belongs to the event loop.
+    """Reads one mount's requests and lets compiled code answer some. Belongs to the event loop.
 
-    `receive` leaves a request that is Python's in the request buffer. What else was answered
-    is unknown to Python until `settle`, which has to come before any other code of it runs:
-    `is_settled_first` sees to that for all tasks but the one that receives.
+    `receive` leaves a request for Python in the request buffer. Python's tables do not show
+    the requests that compiled code has answered until `settle` is called, which must happen
+    before any other code runs. `is_settled_first` does so for all tasks but the receiving task.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FastPathReader:
 
     @contextmanager
     def is_settled_first(self) -> Iterator[None]:
-        """Within it, this task receives, and every other finds settled what was answered."""
+        """Within the block this task may receive; `settle` is called before other tasks run."""
         instrument = _Settling(self, trio.lowlevel.current_task())
         trio.lowlevel.add_instrument(instrument)
         try:
@@ -100,28 +100,28 @@ class FastPathReader:
             self.settle()
 
     def begin(self) -> None:
-        """Other tasks had their turn."""
+        """Begin a new turn, after other tasks had theirs: allow `MOST_AT_ONCE` requests again."""
         self._left = MOST_AT_ONCE
 
     @property
     def requests(self) -> int:
-        """The number of requests that the compiled part has answered."""
+        """The number of requests that compiled code has answered."""
         return self._compiled.requests
 
     @property
     def is_usable(self) -> bool:
-        """True if requests may be answered without Python at this moment."""
+        """True if compiled code may answer requests now, that is, if there is a plain journal."""
         return self._log.plain_log is not None
 
     @property
     def polled_s(self) -> float:
-        """The time for which requests were polled for, in seconds."""
+        """The time spent on polling for requests, in seconds."""
         return float(self._compiled.polled_ns / 1e9)
 
     def receive(self, *, may_poll: bool) -> int | None:
-        """Read requests until there is one for Python; return its size, 0 for other tasks' turn.
+        """Read requests until one is for Python; return its size, 0 if other tasks must run first.
 
-        None if there is none, after polling if it `may` and pays; raises the OSError of `read`.
+        None means no request, after polling if `may_poll` and it pays. Raises `read`'s OSError.
         """
         compiled = self._compiled
         poll_ns = LONGEST_NS if may_poll and self._busy_poll.is_worth_it() else 0
@@ -139,7 +139,7 @@ class FastPathReader:
         return outcome
 
     def settle(self) -> None:
-        """Take over what was answered since the last time."""
+        """Update Python's tables with the requests that compiled code has answered since."""
         taken = self._compiled.take()
         if taken is None:
             return

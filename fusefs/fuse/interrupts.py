@@ -1,14 +1,14 @@
 """Ends requests of processes that are being killed.
 
-Any signal interrupts a request, also a profiler's timer; but no call on a local disk ever fails
-with EINTR, and programs do not expect it to. So a request is ended, with EINTR, if its process is
-being killed. The kernel says only once that a request was interrupted, so one that was, and goes
-on, is looked at again.
+Any signal interrupts a request, even a profiler's timer. But calls on a local disk never fail with
+EINTR, and programs do not expect it. So a request is ended, with EINTR, only if its process is
+being killed. The kernel sends only one INTERRUPT per request, so the process of an interrupted
+request that continues is looked at again and again.
 
-Where the process cannot be seen (it has no number in the mount's PID namespace, or the mount is
-served in another one and the keeper does not know either), a request that takes longer than
-`GRACE_S` after the interruption is ended; a close and an fsync have `SAVING_GRACE_S`, so programs
-rarely miss that their data was kept.
+If the process cannot be seen (it has no number in the mount's PID namespace, or the daemon is in
+another namespace and the keeper cannot tell either), the request is ended `GRACE_S` after its
+interruption. A close or an fsync gets `SAVING_GRACE_S`, so that programs rarely get an error for
+data that is being saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAVING = (Opcode.FLUSH, Opcode.FSYNC)
 
 
 class Interruptible(Protocol):
-    """A request that waits; `scope` ends it."""
+    """A waiting request; cancelling `scope` ends it."""
 
     opcode: int
     pid: int
@@ -38,18 +38,18 @@ class Interruptible(Protocol):
 
 
 class ProcessInspector(Protocol):
-    """Looks at processes of the mount's PID namespace: the keeper."""
+    """A process that looks at processes in the mount's PID namespace: the keeper."""
 
     @property
     def namespace(self) -> int:
-        """The PID namespace of requests' processes, which is its own; 0 if it does not look."""
+        """The PID namespace of the keeper and of requests' pids; 0 if it can't look."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """The answer of `callers.fate` there, or with a file's number of `callers.holding`."""
+        """Run `callers.fate(pid)` there, or with an inode number `callers.holding(pid, ino)`."""
 
 
 class Callers:
-    """Looks at processes, in this namespace or by the keeper, if there is one that could."""
+    """Looks at the processes that make requests, in this namespace or through the keeper."""
 
     def __init__(self, keeper: ProcessInspector | None = None) -> None:
         self._namespace = callers.namespace()
@@ -57,17 +57,17 @@ class Callers:
 
     @property
     def _sees(self) -> bool:
-        """False if the numbers of requests' processes are other processes' here."""
+        """False if requests' pids mean other processes in this PID namespace."""
         keeper = self.keeper
         is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
         return bool(self._namespace) and not is_elsewhere
 
     def fate(self, pid: int) -> int:
-        """The fate of a process, as far as this process can see it."""
+        """The fate of a process (linux/callers.py), or UNKNOWN if this process can't see it."""
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
-        """The fate of a process as this process or the keeper can see it."""
+        """The fate of a process; asks the keeper if this process can't see or explain it."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
@@ -76,14 +76,14 @@ class Callers:
         return reported if reported != UNKNOWN else seen
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if a process or a child of it will close a file for writing; None if unknown."""
+        """True if a process or its child still has a file open for writing; None if unknown."""
         seen = callers.holding(pid, ino) if self._sees else UNKNOWN
         if seen == UNKNOWN and pid and self.keeper is not None and self.keeper.namespace:
             seen = await self.keeper.look_at_process(pid, ino)
         return {HOLDS: True, HOLDS_NOT: False}.get(seen)
 
     async def was_killed(self, pid: int) -> bool:
-        """True if a process closes its files because a signal ends it."""
+        """True if a process is closing its files because a signal has ended it."""
         return await self.find_fate(pid) == WAS_KILLED
 
 
@@ -92,12 +92,12 @@ class Interrupts:
 
     def __init__(self, seen_by: Callers) -> None:
         self._callers = seen_by
-        # By their unique numbers: since when, in seconds of trio's clock.
+        # Requests and the times of their interruption (trio's clock), by unique number.
         self._interrupted: dict[int, tuple[Interruptible, float]] = {}
         self._has_some = trio.Event()
 
     def note(self, unique: int, request: Interruptible) -> None:
-        """The kernel says that a request was interrupted."""
+        """End an interrupted request if its process is being killed, else watch it."""
         if self._callers.fate(request.pid) in (IS_KILLED, WAS_KILLED):
             request.scope.cancel()
             return
@@ -105,14 +105,14 @@ class Interrupts:
         self._has_some.set()
 
     def forget(self, unique: int) -> None:
-        """A request has been answered."""
+        """Stop watching a request that has been answered."""
         self._interrupted.pop(unique, None)
 
     async def run(self) -> None:
-        """Look at interrupted requests until cancelled."""
+        """Watch interrupted requests and end those of killed processes, until cancelled."""
         while True:
             await self._has_some.wait()
-            # Side by side, for a keeper that is stuck lets each look take seconds.
+            # In parallel, as each look takes seconds if the keeper is stuck.
             async with trio.open_nursery() as nursery:
                 for unique, (request, since) in self._interrupted.items():
                     nursery.start_soon(self._look, unique, request, since)

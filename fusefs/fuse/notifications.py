@@ -1,7 +1,7 @@
-"""The file system's notifications to the kernel, over /dev/fuse, and its looks at processes.
+"""The file system's notifications to the kernel over /dev/fuse, and its looks at processes.
 
-Only three notifications are ever written, all of which return at once. The
-others can wait in the kernel for an answer of this very process.
+Only three notifications are used, whose `write` returns at once. The `write` of the
+other kinds can wait in the kernel for an answer of this very process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ logger = logging.getLogger("fusefs.session")
 
 
 def note_lost_reply(error: OSError) -> None:
-    """Log that the kernel has refused a reply or a notification, where that says anything."""
-    # ENOENT: the request was aborted. ENODEV: unmounted, which reading will show.
+    """Log that the kernel has refused a reply or a notification, unless that is normal."""
+    # ENOENT: the request was aborted. ENODEV: unmounted, which the next read reports.
     if error.errno not in (errno.ENOENT, errno.ENODEV):
         logger.warning("the kernel refused a reply: %s", error.strerror)
 
@@ -34,18 +34,18 @@ class DeviceNotifications(KernelNotifications):
         self._callers = callers
 
     async def was_killed(self, pid: int) -> bool:
-        """True if a thread closes its files because its process is being killed."""
+        """True if thread `pid` closes its files because its process is being killed."""
         return await self._callers.was_killed(pid)
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if a thread's process will close a file that it may write to; None: not known."""
+        """True if the process of thread `pid` still has `ino` open for writing; None if unknown."""
         return await self._callers.will_close(pid, ino)
 
     def invalidate_attributes(self, nodeid: int) -> None:
-        """Have the kernel ask for a node's attributes again; returns at once."""
+        """Tell the kernel to drop a node's cached attributes; returns at once."""
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_INVAL_INODE.size
         header = protocol.OUT_HEADER.pack(size, protocol.NOTIFY_INVAL_INODE_CODE, 0)
-        # A negative offset leaves the pages alone; with them it could wait.
+        # A negative offset leaves the cached pages alone; dropping pages could wait.
         body = protocol.NOTIFY_INVAL_INODE.pack(nodeid, -1, 0)
         try:
             os.writev(self._fd, (header, body))
@@ -53,23 +53,22 @@ class DeviceNotifications(KernelNotifications):
             note_lost_reply(error)
 
     def invalidate_names(self) -> None:
-        """Have the kernel look names up again before it uses them; returns at once."""
+        """Tell the kernel to look up all cached names again before use; returns at once."""
         header = protocol.OUT_HEADER.pack(
             protocol.OUT_HEADER.size, protocol.NOTIFY_INC_EPOCH_CODE, 0
         )
         try:
             os.write(self._fd, header)
         except OSError as error:
-            # EINVAL: before Linux 6.16 names stay valid for their time.
+            # EINVAL: before Linux 6.16 names stay valid until their time-out.
             if error.errno != errno.EINVAL:
                 note_lost_reply(error)
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Have the kernel drop those of some nodes that no program uses; returns at once.
+        """Tell the kernel to drop those of the given nodes that no program uses; returns at once.
 
         The kernel takes no lock that a request could hold (fuse_notify_prune in
-        fs/fuse/dev.c), and forgets by FORGET. Tells whether it knows how: Linux
-        6.18 and later.
+        fs/fuse/dev.c), and then sends FORGET. False if it lacks this (before Linux 6.18).
         """
         ids = struct.pack(f"={len(nodeids)}Q", *nodeids)
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_PRUNE.size + len(ids)

@@ -1,13 +1,13 @@
 """The FUSE wire format: the structs, opcodes and flags that the sessions use.
 
 Source: the kernel's include/uapi/linux/fuse.h, interface 7.45; the tests
-compare every size and offset below with a machine-made list of that header.
-All integers are in the machine's byte order, and every struct is aligned such
-that the kernel adds no padding of its own, so `=` formats describe them.
+compare every size and offset below with a list generated from that header.
+All integers are in the machine's byte order, and all struct fields are aligned
+without implicit padding, so `=` formats describe them.
 
 A request is `IN_HEADER`, then the struct of its opcode, then names or data. A
-reply is `OUT_HEADER`, then the struct of its opcode. A negative errno in the
-reply's header stands alone.
+reply is `OUT_HEADER`, then the struct of its opcode. An error reply is only
+`OUT_HEADER`, with a negative errno.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 
 
 class Layout:
-    """One struct of the protocol, described as `name:format` words."""
+    """One struct of the protocol; `description` is a list of `name:format` words."""
 
     __slots__ = ("fields", "name", "pack", "pack_into", "size", "unpack_from")
 
@@ -44,7 +44,7 @@ IN_HEADER = Layout(
 )
 OUT_HEADER = Layout("fuse_out_header", "len:I error:i unique:Q")
 INIT_IN = Layout("fuse_init_in", "major:I minor:I max_readahead:I flags:I flags2:I unused:44s")
-# What a kernel before 7.36 sends: the struct up to `flags`.
+# The struct up to `flags`, which is all that a kernel before interface 7.36 sends.
 INIT_IN_SHORT = struct.Struct("=IIII")
 INIT_OUT = Layout(
     "fuse_init_out",
@@ -70,7 +70,7 @@ READ_IN = Layout("fuse_read_in", "fh:Q offset:Q size:I read_flags:I lock_owner:Q
 WRITE_IN = Layout(
     "fuse_write_in", "fh:Q offset:Q size:I write_flags:I lock_owner:Q flags:I padding:I"
 )
-# Of the flags of a WRITE: it says whose it is.
+# The WRITE flag FUSE_WRITE_LOCKOWNER: `lock_owner` is valid.
 WRITE_LOCKOWNER = 2
 WRITE_OUT = Layout("fuse_write_out", "size:I padding:I")
 FSYNC_IN = Layout("fuse_fsync_in", "fh:Q fsync_flags:I padding:I")
@@ -92,7 +92,7 @@ STATFS = Layout(
     "fuse_kstatfs",
     "blocks:Q bfree:Q bavail:Q files:Q ffree:Q bsize:I namelen:I frsize:I padding:I spare:24s",
 )
-# Without FUSE_SETXATTR_EXT, which only tells of access control lists: size, flags.
+# size and flags: the struct without FUSE_SETXATTR_EXT, which only concerns access control lists.
 SETXATTR_IN_SHORT = struct.Struct("=II")
 GETXATTR_IN = Layout("fuse_getxattr_in", "size:I padding:I")
 GETXATTR_OUT = Layout("fuse_getxattr_out", "size:I padding:I")
@@ -153,7 +153,7 @@ class Opcode(enum.IntEnum):
 
 
 class Init(enum.IntFlag):
-    """The flags that INIT negotiates: `flags` in the low 32 bits, `flags2` above."""
+    """The flags that INIT negotiates: `flags` in the low 32 bits, `flags2` in the high 32 bits."""
 
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
@@ -171,7 +171,7 @@ class Init(enum.IntFlag):
 
 
 class Setattr(enum.IntFlag):
-    """The fields of a SETATTR that count."""
+    """The bits of SETATTR's `valid` (FATTR_*): the fields to be changed."""
 
     MODE = 1 << 0
     UID = 1 << 1
@@ -183,7 +183,7 @@ class Setattr(enum.IntFlag):
 
 
 class Fopen(enum.IntFlag):
-    """The kernel's treatment of an open file."""
+    """The flags of OPEN's reply (FOPEN_*), which tell the kernel how to treat an open file."""
 
     DIRECT_IO = 1 << 0
     KEEP_CACHE = 1 << 1

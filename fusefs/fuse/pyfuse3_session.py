@@ -1,9 +1,9 @@
-"""The same operations run by pyfuse3 (libfuse), for `--session pyfuse3`.
+"""The session that serves a mount through pyfuse3 (libfuse), for `--session pyfuse3`.
 
-Everything works here but passthrough, taking over a mount, and fallocate,
-which pyfuse3 does not know. libfuse shows the node id as st_ino, so the inode
-table hands out the stable inode number as node id wherever it is free; a
-changed object gets a new one.
+Everything works here except passthrough, taking over a mount, and fallocate,
+which pyfuse3 lacks. libfuse shows the node id as st_ino, so the inode table uses
+the stable inode number as node id wherever that is free; a changed object gets a
+new node id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fusefs.telemetry.stalls import served
 logger = logging.getLogger("fusefs.session")
 
 T = TypeVar("T")
-# How many requests are in work at once; the rest wait in the kernel.
+# The most requests that are processed at a time; all others wait in the kernel.
 MOST_TASKS = 99
 
 
@@ -46,7 +46,7 @@ class PyfuseNotifications(KernelNotifications):
 
 
 class PyfuseSession:
-    """One mount under pyfuse3, which allows one to a process."""
+    """The session of one mount under pyfuse3, which allows one mount per process."""
 
     name = "pyfuse3"
 
@@ -67,7 +67,7 @@ class PyfuseSession:
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
-        """Mount until the end of the block; raises MountError if libfuse refuses."""
+        """Mount for the duration of the block; raises MountError if libfuse refuses."""
         try:
             pyfuse3.init(self._handlers, str(self._request.mountpoint), _options(self._request))
         except RuntimeError as error:
@@ -81,17 +81,17 @@ class PyfuseSession:
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """The mount's survival of this process: true or false, and why."""
+        """True if the mount outlives this process, which it does not, and the reason."""
         return False, "a mount of the pyfuse3 session ends with its daemon"
 
     async def run(self) -> bool:
-        """Answer requests until the file system is unmounted."""
+        """Answer requests until the file system is unmounted; return True."""
         await pyfuse3.main(max_tasks=MOST_TASKS)
         return True
 
 
 class Pyfuse3Handlers(pyfuse3.Operations):
-    """pyfuse3's methods, in the protocol's order, each a call of ours."""
+    """The methods that pyfuse3 calls; each calls the operation of the same name."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
@@ -117,7 +117,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
                 return entry
         if not found.valid_s:
             raise pyfuse3.FUSEError(errno.ENOENT)
-        # Inode 0: there is no such name, and that may be remembered.
+        # Inode 0 means that the name does not exist, and lets the kernel cache that.
         absent = pyfuse3.EntryAttributes()
         absent.st_ino = 0
         absent.entry_timeout = found.valid_s
@@ -148,14 +148,14 @@ class Pyfuse3Handlers(pyfuse3.Operations):
                 Opcode.READ, self._opened(fh), self._operations.read(fh, offset, size)
             )
         assert isinstance(data, (bytes, bytearray, memoryview))
-        # The memory of an answer at once is used again before libfuse sends it.
+        # The memory of an immediate answer may be reused before libfuse sends it.
         return data if isinstance(data, bytes) else bytes(data)
 
     async def release(self, fh: int) -> None:
         self._operations.release(fh)
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """A new name is durable when its object is; removed ones are waited for."""
+        """Wait for pending removals in a directory; a new name is durable when its object is."""
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return
@@ -178,7 +178,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def statfs(self, context: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
         shown = pyfuse3.StatvfsData()
-        # A bucket has no end: 2^60 bytes, all of them free.
+        # A bucket has no limit: show 2^60 bytes, all free.
         shown.f_bsize = shown.f_frsize = 4096
         shown.f_blocks = shown.f_bfree = shown.f_bavail = 1 << 48
         shown.f_files = shown.f_ffree = shown.f_favail = 1 << 40
@@ -317,7 +317,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             await self._result(Opcode.FSYNC, self._opened(fh), synced)
 
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
-        """The attributes of an inode in pyfuse3's form."""
+        """Convert the attributes of an inode to pyfuse3's type."""
         shown = self._operations.attributes(inode)
         entry = pyfuse3.EntryAttributes()
         entry.st_ino = inode.nodeid
@@ -332,17 +332,17 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         return entry
 
     def _opened(self, fh: int) -> int:
-        """The node of an open file; 0 if there is none."""
+        """The node id of an open file; 0 if the handle is unknown."""
         handle = self._operations.handles.files.get(fh)
         return handle.inode.nodeid if handle is not None else 0
 
     def _listed(self, fh: int) -> int:
-        """The node of an open directory; 0 if there is none."""
+        """The node id of an open directory; 0 if the handle is unknown."""
         handle = self._operations.handles.directories.get(fh)
         return handle.inode.nodeid if handle is not None else 0
 
     async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T], pid: int = 0) -> T:
-        """The answer of an operation that may have to wait; libfuse does not tell all pids."""
+        """Return an operation's answer, awaiting it if needed; `pid` is 0 if libfuse gives none."""
         ACTIVITY.note()
         if not isinstance(answer, Coroutine):
             return answer
@@ -351,7 +351,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def _waited(
         self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T], pid: int
     ) -> T:
-        """The answer of an operation that waits; it is on the list of those meanwhile."""
+        """Await an operation's answer and return it; the request is in `waiting` meanwhile."""
         unique = id(answer)
         self.waiting[unique] = WaitingRequest(
             opcode, nodeid, pid, time.monotonic(), trio.CancelScope()
@@ -372,14 +372,14 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         except OSError as error:
             self.times.failed(opcode, began, error.errno)
             raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
-        except Exception as error:  # a fault of ours is not to end everybody's mount
+        except Exception as error:  # an unexpected error must not end the mount
             logger.exception("answering EIO: a fault of this program")
             self.times.failed(opcode, began, errno.EIO)
             raise pyfuse3.FUSEError(errno.EIO) from error
 
 
 class _Pyfuse3Entries:
-    """The buffer in which pyfuse3 collects the entries of one reply; always with their inodes."""
+    """The buffer of one READDIRPLUS reply of pyfuse3; all entries have their inodes."""
 
     is_plus = True
     is_empty = True
@@ -412,6 +412,6 @@ def _caller(context: pyfuse3.RequestContext) -> Caller:
 
 
 def _options(request: MountRequest) -> set[str]:
-    # pyfuse3 takes ASCII; what the source is like is only for show.
+    # pyfuse3 accepts only ASCII; the source is only for display.
     source = request.source.encode("ascii", "replace").decode()
     return {*pyfuse3.default_options, *helper_options(request, source)}

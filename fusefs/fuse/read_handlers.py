@@ -1,8 +1,8 @@
-"""The requests that are about files: each unpacked, handed to the operations, and packed.
+"""The handlers of requests that change nothing: unpack, call the operation, pack the reply.
 
-A handler gets the node id, the request's body and the caller. It returns the
-reply, None where none is due, or a coroutine that waits for the reply; errors
-are OSErrors. Packed attributes are kept with their inode.
+A handler gets the node id, the request's body and the caller. It returns the reply,
+None if the request gets no reply, or a coroutine that returns one of these. Errors are
+raised as OSError. Packed attributes are cached in their inode.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ Answered = TypeVar("Answered")
 
 
 class ReadHandlers:
-    """The answers of a session; `table` has the handlers by opcode."""
+    """The handlers of requests that change nothing; `table` has them by opcode."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        # Programs stat what has no type.
+        # Programs call stat for an entry of unknown type.
         self.name_kinds = {
             NameKind.DIRECTORY: _DT_DIR,
             NameKind.FILE: _DT_REG,
@@ -102,7 +102,7 @@ class ReadHandlers:
     def packed_entry(
         self, inode: Inode, valid_s: float, attributes_valid_s: float | None = None
     ) -> bytes:
-        """An inode as LOOKUP and READDIRPLUS show it."""
+        """Pack an inode's entry (fuse_entry_out), as LOOKUP and CREATE return it."""
         seconds, rest = _valid(valid_s)
         of_attributes, rest_of_attributes = seconds, rest
         if attributes_valid_s is not None:
@@ -113,7 +113,7 @@ class ReadHandlers:
         return head + (inode.packed or self.pack(inode))
 
     def pack(self, inode: Inode) -> bytes:
-        """Pack the attributes of an inode, and keep them with it while they stay."""
+        """Pack an inode's attributes (fuse_attr), and cache them in it if they are stable."""
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
         packed = protocol.ATTR.pack(
@@ -226,8 +226,8 @@ class ReadHandlers:
 
 
 def packed(answer: Answer[Answered], pack: Callable[[Answered], Payload]) -> Result:
-    """Pack an answer, now or when it is there."""
-    if isinstance(answer, CoroutineType):  # in a tenth of the time that the abstract class takes
+    """Pack an answer; if it is a coroutine, return a coroutine that packs its result."""
+    if isinstance(answer, CoroutineType):  # takes a tenth of the time of the abstract class
         return when_there(answer, pack)
     return pack(cast("Answered", answer))
 
@@ -235,12 +235,12 @@ def packed(answer: Answer[Answered], pack: Callable[[Answered], Payload]) -> Res
 async def when_there(
     answer: Coroutine[Any, Any, Answered], pack: Callable[[Answered], Payload]
 ) -> Payload:
-    """Wait for an answer, and pack it."""
+    """Await an answer, and pack it."""
     return pack(await answer)
 
 
 class Entries:
-    """The entries of one READDIR or READDIRPLUS reply, packed as they come."""
+    """The buffer of one READDIR or READDIRPLUS reply; entries are packed as they are added."""
 
     __slots__ = ("_handlers", "_held", "_size", "_valid", "data", "is_plus")
 
@@ -251,7 +251,7 @@ class Entries:
         self._size = size
         self.is_plus = is_plus
         self.data = bytearray()
-        # For how long the last entry holds, in seconds and as it is packed: mostly the next does.
+        # The last entry's validity, in seconds and packed: mostly the next entry has the same.
         self._held, self._valid = 0.0, (0, 0)
 
     @property
@@ -270,7 +270,7 @@ class Entries:
             self._held, self._valid = valid_s, _valid(valid_s)
         seconds, rest = self._valid
         packed = inode.packed or self._handlers.pack(inode)
-        # What readdir calls a type is the upper bits of what stat calls a mode.
+        # The type of readdir is the upper bits of the mode of stat.
         kind = _MODE.unpack_from(packed, _MODE_AT)[0] >> 12
         self.data += _DIRENTPLUS.pack(
             inode.nodeid, 0, seconds, seconds, rest, rest, packed, inode.ino, offset, length, kind
@@ -282,7 +282,7 @@ class Entries:
         return self._add_name(name, ino, offset, self._handlers.name_kinds[kind])
 
     def _add_name(self, name: bytes, ino: int, offset: int, kind: int) -> bool:
-        """Add a name alone; in a reply with attributes its node id is 0, and there is no more."""
+        """Add a name without attributes (node id 0 in READDIRPLUS); False if it does not fit."""
         head = bytes(_DIRENTPLUS.size - protocol.DIRENT.size) if self.is_plus else b""
         padded = name + _PADDING[-len(name) % 8]
         if len(self.data) + len(head) + protocol.DIRENT.size + len(padded) > self._size:
@@ -292,13 +292,13 @@ class Entries:
 
 
 _DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
-# fuse_direntplus in one piece, with the attributes as they are packed already.
+# fuse_direntplus as one struct, with the attributes already packed.
 _DIRENTPLUS = struct.Struct("=QQQQII88sQQII")
 _MODE, _MODE_AT = struct.Struct("=I"), protocol.ATTR.offsets()["mode"]
 _PADDING = [bytes(count) for count in range(8)]
 
 
-# Requests that all get one error. Python's open() asks each file whether it is a terminal.
+# Requests that always fail, with their errors. Python's open() calls isatty (IOCTL) on each file.
 REFUSED = {int(Opcode.IOCTL): errno.ENOTTY}
 
 
@@ -307,11 +307,11 @@ def _refuse_change(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
 
 
 def open_out(opened: OpenResult) -> bytes:
-    """The reply to OPEN, and the end of that to CREATE."""
+    """Pack fuse_open_out: the reply to OPEN, and the end of the reply to CREATE."""
     # Handles that cannot write have nothing to flush.
     flags = 0 if opened.may_write else _NOFLUSH
     if opened.backing_id:
-        # Those that write do it here, and read with it; what they map is the file itself.
+        # Writing handles send reads and writes to the daemon; their mappings use the file itself.
         flags |= _PASSTHROUGH | (_DIRECT_IO if opened.is_direct else 0)
     elif opened.is_direct and _DROPS_PAGES:
         flags |= _DIRECT_IO
@@ -321,18 +321,18 @@ def open_out(opened: OpenResult) -> bytes:
 
 
 def drops_pages(release: str) -> bool:
-    """True if a kernel keeps no pages that differ from what was written past them.
+    """True if a kernel release drops cached pages that a direct write has made stale.
 
-    Before Linux 6.6 it keeps them: who appends to a file that another program has read
-    shows it zeros, and goes on to after both have closed it. Before 6.18.3 a read that
-    comes while such a write waits brings the old bytes back.
+    Before Linux 6.6 the pages stay: after an append to a file that another program has read,
+    that program sees zeros, even after both have closed the file. Before 6.18.3 a read
+    during such a write brings the old bytes back into the page cache.
     """
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
     return found is not None and tuple(int(part or 0) for part in found.groups()) >= (6, 18, 3)
 
 
 _DROPS_PAGES = drops_pages(os.uname().release)
-# Plain numbers: to join flags takes longer than the rest of an open's reply.
+# Plain numbers: joining enum flags takes longer than the rest of an open's reply.
 _NOFLUSH, _PASSTHROUGH = int(Fopen.NOFLUSH), int(Fopen.PASSTHROUGH)
 _DIRECT_IO, _KEEP_CACHE = int(Fopen.DIRECT_IO), int(Fopen.KEEP_CACHE)
 
@@ -342,7 +342,7 @@ def _joined(names: tuple[str, ...]) -> bytes:
 
 
 def _sized(value: bytes, size: int) -> bytes:
-    """Answer an extended attribute call that has room for `size` bytes (0: asks for the size)."""
+    """Pack an xattr for a buffer of `size` bytes (0: only the length); OSError if too small."""
     if not size:
         return protocol.GETXATTR_OUT.pack(len(value), 0)
     if len(value) > size:
@@ -351,7 +351,7 @@ def _sized(value: bytes, size: int) -> bytes:
 
 
 def _valid(seconds: float) -> tuple[int, int]:
-    """The time for which something holds, as whole seconds and nanoseconds."""
+    """Split a validity time into whole seconds and nanoseconds."""
     if seconds >= FOREVER_S:
         return FOREVER_S, 0
     whole = int(seconds)

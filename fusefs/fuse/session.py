@@ -1,17 +1,18 @@
-"""The FUSE protocol on /dev/fuse, spoken from trio.
+"""The FUSE protocol on /dev/fuse, served by trio.
 
 One task waits until the descriptor is readable, then reads requests until there are none, at most a
-fixed number between two waits. What can be answered at once is answered right there; what has to
-wait (its operation returned a coroutine) becomes a task in the session's nursery, cancelled by the
-INTERRUPT of a process that is being killed. With 4 KiB reads by eight readers: 88,000 requests a
-second inline, 41,000 with a task for each, 19,000 under pyfuse3.
+fixed number between two waits. It answers a request at once if it can. If the operation returns a
+coroutine, because it must wait, that becomes a task in the session's nursery, which INTERRUPT
+cancels if the program is being killed. With 4 KiB reads by eight readers: 88,000 requests a second
+inline, 41,000 with a task for each, 19,000 under pyfuse3.
 
-The request and reply buffers are private memory, resident and locked: a page that had to be faulted
-in while the kernel copies a reply would become an EIO if the process was killed in that moment.
+The request and reply buffers are private memory, resident and locked: if the daemon was killed
+while a page of a reply is faulted in for the kernel to copy, the program would get EIO.
 
-A session can go on where that of another process ended (`adopt`). What that one had read and not
-answered is sent again, with a mark in the request's unique number that the answer must keep; before
-Linux 6.9 it is lost, so there a session goes on only where nothing was left.
+A session can continue the session of another process (`adopt`). The kernel sends again the requests
+that the other process had read but not answered, with a mark in the request's unique number that
+the reply must repeat. Before Linux 6.9 such requests are lost, so there `adopt` needs to know that
+none was left.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ BUFFER_SIZE = MAX_WRITE + 4096
 # A READ of 64 KiB with its header, the longest that compiled code answers.
 REPLY_SIZE = (64 << 10) + 4096
 MAX_PAGES = 256
-# The kernel hands out so many reads through its page cache at a time, and the rest waits, also
-# what is on the local disk: so more than may wait for S3. From CONGESTED on it does not read
-# ahead by itself.
+# The kernel sends at most this many page cache reads at a time. All others wait, even reads of
+# files on the local disk, so the limit exceeds the number that may wait for S3. Above CONGESTED
+# the kernel does not read ahead.
 MAX_BACKGROUND = 1024
 CONGESTED = 48
-# Requests between two checkpoints: about 2 ms of them.
+# Requests between two checkpoints (about 2 ms).
 BATCH = 64
 
 _WANTED = (
@@ -80,11 +81,11 @@ _WANTED = (
 _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
 
 _UNMARKED = protocol.UNIQUE_RESEND - 1
-# The names of requests, for people.
+# The names of the opcodes, for logs and metrics.
 OPERATIONS = {int(opcode): opcode.name.lower() for opcode in Opcode}
 _UNPACK_HEADER, _IN_HEADER_SIZE = protocol.IN_HEADER.unpack_from, protocol.IN_HEADER.size
 _PACK_HEADER, _OUT_HEADER_SIZE = protocol.OUT_HEADER.pack, protocol.OUT_HEADER.size
-# Up to here to copy a reply behind its header takes less than to write two pieces at once.
+# Up to this size, copying a reply after its header is faster than writev.
 _COPIED = 512
 
 
@@ -94,7 +95,7 @@ class UnsupportedKernelError(Exception):
 
 @dataclass(slots=True)
 class WaitingRequest:
-    """A request that a task is working on; `since` is in monotonic seconds."""
+    """A request that is answered by a task; `since` is in monotonic seconds."""
 
     opcode: int
     nodeid: int
@@ -103,7 +104,7 @@ class WaitingRequest:
     scope: trio.CancelScope
 
     def describe(self, now: float, operations: Operations) -> str:
-        """The request as a line of the log; `now` is in seconds of the monotonic clock."""
+        """Describe the request in one line for the log; `now` is in monotonic seconds."""
         inode = operations.inodes.find(self.nodeid)
         key = operations.inodes.key(inode) if inode is not None else f"node {self.nodeid}"
         name = OPERATIONS.get(self.opcode, str(self.opcode))
@@ -112,10 +113,10 @@ class WaitingRequest:
 
 
 class RunningSession(Protocol):
-    """The interface of a session to its daemon, whichever of the two it is.
+    """The interface of `Session` and `PyfuseSession` for the daemon.
 
-    `run` answers requests until the mount ends. `survival` says whether and why
-    the mount outlives this process.
+    `run` answers requests until the mount ends. `survival` says if the mount
+    outlives this process, and why.
     """
 
     name: str
@@ -144,10 +145,10 @@ def _locked_memory(size: int) -> mmap.mmap:
 
 
 class Session:
-    """One mount's conversation with the kernel, over its /dev/fuse descriptor.
+    """The kernel session of one mount: reads and answers the requests on its /dev/fuse descriptor.
 
-    `max_stack_depth` is 0 to leave passthrough alone, 1 to negotiate it, 2 if
-    the cache's own file system is stacked (overlayfs). Without `has_fast_path` Python answers
+    `max_stack_depth` is 0 for no passthrough, 1 to negotiate it, 2 if the cache's
+    own file system is stacked (overlayfs). Without `has_fast_path` Python answers
     all requests.
     """
 
@@ -171,7 +172,7 @@ class Session:
         memory = _locked_memory(BUFFER_SIZE)
         self._buffer = memoryview(memory)
         self._buffers = [self._buffer]
-        # By their unique numbers, without the mark.
+        # By unique number, without the mark of a resent request.
         self._waiting: dict[int, WaitingRequest] = {}
         self._interrupts = Interrupts(callers or Callers())
         self._reading = trio.CancelScope()
@@ -198,17 +199,17 @@ class Session:
 
     @property
     def requests(self) -> int:
-        """The number of requests that were answered."""
+        """The number of requests that were read."""
         return self._requests + (self.compiled_requests or 0)
 
     @property
     def compiled_requests(self) -> int | None:
-        """The number of those that compiled code answered; None where there is none."""
+        """The number of requests that compiled code has answered; None without the fast path."""
         return self._warm.requests if self._warm is not None else None
 
     @property
     def polled_s(self) -> float:
-        """The time for which compiled code has polled for requests, in seconds."""
+        """The time that compiled code has spent on polling for requests, in seconds."""
         return self._warm.polled_s if self._warm is not None else 0.0
 
     @property
@@ -221,12 +222,12 @@ class Session:
 
     @property
     def has_resend(self) -> bool:
-        """True if another process could go on: Linux 6.9 and later."""
+        """True if the kernel can send requests again to another process (Linux 6.9 and later)."""
         return Init.HAS_RESEND in self.negotiated
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """The mount's survival of this process: true or false, and why."""
+        """True if the mount outlives this process, and the reason."""
         if self.has_resend:
             return True, "a keeper holds the mount"
         return False, (
@@ -235,7 +236,7 @@ class Session:
         )
 
     async def negotiate(self) -> None:
-        """Answer the first request, INIT; raises UnsupportedKernelError if it is too old."""
+        """Answer the first request, INIT; UnsupportedKernelError if the kernel is too old."""
         await trio.lowlevel.wait_readable(self._fd)
         size = os.readv(self._fd, [self._buffer])
         _, opcode, unique, *_ = protocol.IN_HEADER.unpack_from(self._buffer)
@@ -244,14 +245,14 @@ class Session:
         self._reply(unique, self._init(self._buffer[protocol.IN_HEADER.size : size]))
 
     def adopt(self, init_out: bytes, *, is_all_answered: bool) -> None:
-        """Go on with what an earlier process answered to INIT, and have the unanswered sent again.
+        """Continue an earlier process's session; make the kernel resend unanswered requests.
 
-        The caller has restored the tables: the kernel's next request may be
-        about any of its nodes and handles. `is_all_answered` tells that nothing
-        need be sent again.
+        `init_out` is the earlier process's reply to INIT. The caller has restored the
+        tables, as the kernel's next request may be about any node or handle.
+        `is_all_answered` says that no request needs to be sent again.
 
         Raises:
-            UnsupportedKernelError: something may have to be, and the kernel cannot.
+            UnsupportedKernelError: some request may need that, and the kernel cannot do it.
         """
         answer = protocol.INIT_OUT.unpack_from(init_out)
         self.negotiated = Init(answer[3] | answer[10] << 32)
@@ -262,24 +263,24 @@ class Session:
             )
 
     def _resend(self) -> bool:
-        """Have the kernel send again what was read and not answered; False if it cannot."""
+        """Tell the kernel to send again requests read but not answered; False if it cannot."""
         if not self.has_resend:
             return False
         header = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND_CODE, 0)
         try:
             os.write(self._fd, header)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # which is a notification that it does not know
+            if error.errno != errno.EINVAL:  # EINVAL: the kernel does not know the notification
                 raise
             self.negotiated &= ~Init.HAS_RESEND
             return False
         return True
 
     async def run(self) -> bool:
-        """Answer requests until the file system is unmounted, or `stop_reading` was called.
+        """Answer requests until the file system is unmounted or `stop_reading` is called.
 
-        Tells whether it was unmounted. Cancelling stops in between two
-        requests and leaves the mount as it is.
+        Returns True if it was unmounted. Cancelling stops between two requests
+        and leaves the mount as it is.
         """
         is_unmounted = False
         async with trio.open_nursery() as watching:
@@ -288,14 +289,14 @@ class Session:
                 with self._reading:
                     await self._serve(nursery)
                     is_unmounted = True
-                    # The mount is gone, and with it everybody who waited for an answer.
+                    # The mount is gone, so no program waits for an answer any more.
                     nursery.cancel_scope.cancel()
             watching.cancel_scope.cancel()
         return is_unmounted
 
     @asynccontextmanager
     async def _sending_files(self, nursery: trio.Nursery) -> AsyncIterator[None]:
-        """Within it, a thread may reply; what it gives back becomes a task of `nursery`."""
+        """Let `ReplyThread` reply in the block; READs it gives back become tasks of `nursery`."""
         self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
         try:
             yield
@@ -304,7 +305,7 @@ class Session:
                 await trio.to_thread.run_sync(self._replies.close)
 
     def stop_reading(self) -> None:
-        """Leave what comes to another process; `run` returns when what was read is answered."""
+        """Stop reading requests; `run` returns when all requests read so far are answered."""
         self._reading.cancel()
 
     async def _serve(self, nursery: trio.Nursery) -> None:
@@ -324,7 +325,7 @@ class Session:
                 await trio.lowlevel.checkpoint()
 
     def _answer_batch(self, nursery: trio.Nursery) -> int:
-        """Answer what is there; return how many requests, -1 once unmounted."""
+        """Read and answer up to `BATCH` requests; return their number, or -1 if unmounted."""
         warm = self._warm
         if warm is not None:
             warm.settle()
@@ -334,7 +335,7 @@ class Session:
                 warm = None
         for count in range(BATCH):
             try:
-                # What waits already has a task, which is to have its turn.
+                # No polling while requests wait, as their tasks need their turn.
                 size = warm.receive(may_poll=not self._waiting) if warm else self._receive()
             except OSError as error:
                 if error.errno == errno.ENODEV:
@@ -350,7 +351,7 @@ class Session:
         return BATCH
 
     def _receive(self) -> int | None:
-        """Read a request; return its size, None if there is none."""
+        """Read a request into the buffer; return its size, or None if there is none."""
         while True:
             try:
                 return os.readv(self._fd, self._buffers)
@@ -358,7 +359,7 @@ class Session:
                 return None
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.EINTR):
-                    raise  # else it was interrupted before it could be read
+                    raise  # otherwise the request was interrupted before it could be read
 
     def _answer(self, size: int, nursery: trio.Nursery) -> None:
         _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)
@@ -399,12 +400,12 @@ class Session:
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
     def _sends(self, unique: int, at: InFile) -> bool:
-        """Have the thread reply with bytes of a file; False if it can't take that."""
+        """Make `ReplyThread` reply with bytes of a file; False if it can't take the job."""
         fd = at.file.fd
         return fd >= 0 and self._replies.send(unique, at.fh, fd, at.offset, at.size, at.flags)
 
     def _give_back(self, unique: int, fh: int, offset: int, size: int) -> None:
-        """Take a READ back that the thread has not answered. Called in that thread."""
+        """Schedule a READ that `ReplyThread` has not answered. Called in that thread."""
         assert self._token is not None
         self._token.run_sync_soon(self._read_again, unique, fh, offset, size)
 
@@ -421,7 +422,7 @@ class Session:
     async def _answer_later(
         self, unique: int, waiting: WaitingRequest, result: Coroutine[Any, Any, Payload]
     ) -> None:
-        """Wait for an answer and give it; EINTR if the process is being killed."""
+        """Await a result and send the reply; EINTR if the process is being killed."""
         try:
             with waiting.scope, served():
                 payload = await result
@@ -471,9 +472,9 @@ class Session:
             note_lost_reply(lost)
 
     def _reply_fault(self, unique: int) -> None:
-        """Answer a request that was sent again and meets a fault of ours.
+        """Answer EIO to a resent request that has raised an unexpected exception.
 
-        It may have ended one process before, and would in the end take everybody's mount along.
+        It may have ended the previous process the same way, and would end each new one.
         """
         logger.exception("a request that was sent again meets a fault")
         self._reply_error(unique, OSError(errno.EIO, "a fault of fusefs"))
@@ -516,8 +517,8 @@ class Session:
         return b""
 
     def _interrupt(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        # Requests are read in order, so one that is not waiting has been answered;
-        # with one that is sent again its interruption comes again, too.
+        # Requests are read in order, so a request that is not waiting has been answered;
+        # with a resent request the kernel sends its INTERRUPT again, too.
         (unique,) = protocol.INTERRUPT_IN.unpack_from(body)
         waiting = self._waiting.get(unique & _UNMARKED)
         if waiting is not None:

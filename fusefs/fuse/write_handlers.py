@@ -1,4 +1,4 @@
-"""The requests of a writable mount: unpacked, handed to the mutations, and packed."""
+"""The handlers of requests that change something: unpack, call the mutation, pack the reply."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fusefs.posix.types import Caller, NewAttributes, OpenResult
 
 SECOND_NS = 1_000_000_000
 
-# How long the kernel believes what a new file looks like, which it alone changes: Python's
-# open() asks twice.
+# The validity of a new file's attributes, which only this kernel can change: Python's open()
+# asks for them twice.
 NEW_S = 1.0
-# Programs do without: copy_file_range and O_TMPFILE have their usual substitutes.
-# The kernel asks once, and says EOPNOTSUPP for ever after.
+# Programs have their usual substitutes for copy_file_range and O_TMPFILE. After the first
+# ENOSYS the kernel answers EOPNOTSUPP by itself.
 _UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE)
 
 
 class WriteHandlers:
-    """`table` has the handlers by opcode."""
+    """The handlers of requests that change something; `table` has them by opcode."""
 
     def __init__(self, handlers: ReadHandlers, mutations: Mutations) -> None:
         self._handlers = handlers
@@ -61,7 +61,7 @@ class WriteHandlers:
             Opcode.LINK: self._link,
         }
 
-    # Names: the body is the session's memory and is read before anything waits.
+    # Names. `body` is the session's buffer, so it is read before anything waits.
 
     def _create(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
@@ -157,7 +157,7 @@ class WriteHandlers:
             offset,
             body[start : start + size],
             owner if flags & protocol.WRITE_LOCKOWNER else UNKNOWN_OWNER,
-            # Of what was stored through a mapping the kernel says no flags.
+            # For a write-back of mapped pages the kernel gives no flags.
             is_appended=bool(open_flags & os.O_APPEND),
         )
         if isinstance(answer, int):

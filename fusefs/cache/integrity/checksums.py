@@ -1,12 +1,12 @@
-"""Checksums of cache files, so that bytes that a disk has changed are noticed.
+"""Checksums of cache files, which show if the disk has changed bytes.
 
-Each download sums what it writes, in pieces that end where a mebibyte of the
-file ends. A sum therefore covers a range [start, stop) of at most a mebibyte,
-and a comparison reads that range whole. Sums of one file may overlap where two
-mounts have downloaded the same range.
+Each download computes sums of the bytes it writes, in pieces that end at each MiB
+boundary of the file. So a sum covers a range [start, stop) of at most a MiB, and a
+comparison reads the whole range. Sums of one file may overlap if two mounts have
+downloaded the same range.
 
-The sum is CRC32, as S3 compares it with what arrives (store/checksum.py): what was
-just uploaded has been summed already.
+The sum is CRC32, which uploads to S3 need as well (store/checksum.py), so that the
+sum of an uploaded file is known already.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusefs.store.checksum import crc32
 
 BLOCK = 1 << 20
 
-# Reads (size, offset) of a file; fewer bytes only at its end.
+# Reads `size` bytes at `offset` of a file; fewer bytes only at its end.
 Read = Callable[[int, int], memoryview]
 
 _SUM = struct.Struct("<QII")
@@ -36,7 +36,7 @@ class Sum(NamedTuple):
 
 
 def sums_of_bytes(data: memoryview, offset: int) -> list[Sum]:
-    """The sums of bytes that are in a file from `offset` on."""
+    """Compute the sums of `data`, which is in a file at `offset`."""
     sums, start, stop = [], offset, offset + len(data)
     while start < stop:
         end = min(stop, start - start % BLOCK + BLOCK)
@@ -46,7 +46,7 @@ def sums_of_bytes(data: memoryview, offset: int) -> list[Sum]:
 
 
 def merged(sums: Iterable[Sum]) -> list[Sum]:
-    """The sums in order, without those of ranges that another one covers."""
+    """Sort sums, and drop each whose range lies within the range of another sum."""
     sums = list(sums)
     if len(sums) < 2:
         return sums  # most files
@@ -62,7 +62,7 @@ def pack(sums: Iterable[Sum]) -> bytes:
 
 
 def unpack(data: object) -> list[Sum]:
-    """The sums that `pack` packed; none of data that is cut off or of another kind."""
+    """Undo `pack`; an empty list if `data` is truncated or of another type."""
     if not isinstance(data, bytes) or len(data) % _SUM.size:
         return []
     sums = (Sum(start, start + size, crc) for start, size, crc in _SUM.iter_unpack(data))
@@ -70,12 +70,12 @@ def unpack(data: object) -> list[Sum]:
 
 
 def reader(fd: int) -> Read:
-    """Read an open file, through the page cache."""
+    """Return a function that reads an open file through the page cache."""
     return lambda size, offset: memoryview(os.pread(fd, size, offset))
 
 
 def sums_of(read: Read, start: int, stop: int) -> list[Sum]:
-    """The sums of [start, stop) as they are in the file now; raises OSError. Blocks."""
+    """Read the bytes [start, stop) of a file and compute their sums; raises OSError. Blocks."""
     sums: list[Sum] = []
     while start < stop:
         data = read(min(stop, start - start % BLOCK + BLOCK) - start, start)
@@ -87,7 +87,7 @@ def sums_of(read: Read, start: int, stop: int) -> list[Sum]:
 
 
 def unsummed(present: RangeMap, sums: Iterable[Sum]) -> Iterator[tuple[int, int]]:
-    """The ranges that are present and have no sum."""
+    """Yield the present ranges that no sum covers."""
     known = RangeMap((sum_.start, sum_.stop) for sum_ in sums)
     for start, stop in present:
         while (gap := known.first_missing(start, stop)) is not None:
@@ -96,12 +96,12 @@ def unsummed(present: RangeMap, sums: Iterable[Sum]) -> Iterator[tuple[int, int]
 
 
 def is_within(sum_: Sum, start: int, stop: int) -> bool:
-    """True if a sum covers some of the bytes [start, stop)."""
+    """True if a sum covers any of the bytes [start, stop)."""
     return sum_.start < stop and start < sum_.stop
 
 
 def first_wrong(read: Read, sums: Iterable[Sum], present: RangeMap) -> Sum | None:
-    """The first sum that present bytes do not match, or None; may raise OSError. Blocks."""
+    """Find the first sum that present bytes do not match, or None; raises OSError. Blocks."""
     for sum_ in sums:
         size = sum_.stop - sum_.start
         if not present.covers(sum_.start, sum_.stop):

@@ -1,9 +1,9 @@
-"""Damaged databases of the cache: how they are recognised, and their removal.
+"""Detection and removal of damaged databases of the cache.
 
 A disk that flips bits, or a program that writes into the cache directory, can
-leave anything in a database. SQLite reports most of it (SQLITE_CORRUPT,
-SQLITE_NOTADB), and rows carry checksums for the rest. A damaged database is removed: what
-it knew is fetched again.
+damage a database. SQLite reports most damage (SQLITE_CORRUPT, SQLITE_NOTADB), and
+rows carry checksums for the rest. A damaged database is removed, and the cached
+files are fetched again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What belongs to a database. Its file goes last: a write-ahead log that a kill
-# leaves without it would be read into the next database of that name.
+# Suffixes of a database's files. The database itself is removed last: a write-ahead
+# log left alone by a kill would be read into the next database of that name.
 _PARTS = ("-wal", "-shm", "")
 
-# Errors that the content does not cause (https://sqlite.org/rescode.html): the
-# disk is full or fails, or another process is in the way.
+# Errors not caused by the content (https://sqlite.org/rescode.html): the disk is
+# full or fails, or another process holds a lock.
 _OUTER_CAUSES = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_BUSY,
@@ -36,31 +36,31 @@ _OUTER_CAUSES = {
     sqlite3.SQLITE_AUTH,
     sqlite3.SQLITE_MISUSE,
 }
-# A file that is shorter than its header says, or that its file system finds damaged.
+# The file is shorter than its header says, or its file system reports it as damaged.
 _DAMAGED_FILE = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
 
 
 class DamagedCatalogError(sqlite3.DatabaseError):
-    """The content of the database is not what was written there."""
+    """The database's content differs from what was written."""
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """True if an error is about the content of the database, and not about disk or processes."""
+    """True if an error is caused by the database's content, not by the disk or a process."""
     if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
-        return False  # a wrong call: of a closed database, for example
-    # Python's own errors, about text that is no UTF-8 for example, carry no code.
+        return False  # a wrong call, for example on a closed database
+    # Errors of Python itself, for example about invalid UTF-8, have no code.
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code in _DAMAGED_FILE or code & 0xFF not in _OUTER_CAUSES
 
 
 def check_header(path: Path) -> None:
-    """Find damage that SQLite takes for a newer format, which it says is read-only.
+    """Check the header for damage that SQLite would take for a newer, read-only format.
 
-    Bytes 18 and 19 are 1, or 2 with a write-ahead log
+    Bytes 18 and 19 must be 1, or 2 with a write-ahead log
     (https://sqlite.org/fileformat.html#the_database_header).
 
     Raises:
-        DamagedCatalogError: it is that.
+        DamagedCatalogError: they are not.
     """
     try:
         with path.open("rb") as file:
@@ -73,7 +73,7 @@ def check_header(path: Path) -> None:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Raise damaged text that Python can't decode as an error of the database."""
+    """Turn a UnicodeDecodeError of the block, caused by damaged text, into a DatabaseError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def readable_errors() -> Iterator[None]:
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keep out other processes that would remove a database here. Blocks."""
+    """Lock a directory, so that no other process removes a database there. Blocks."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -92,6 +92,6 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a database and what belongs to it, even if in use; raises OSError. Blocks."""
+    """Remove a database with its log files, even if in use; raises OSError. Blocks."""
     for part in _PARTS:
         Path(f"{path}{part}").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reads cache files past the page cache: what is on the disk, and whether it can be read."""
+"""Reads cache files past the page cache, to find what the disk really has."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 
 from fusefs.cache.integrity.checksums import BLOCK
 
-# Direct reads begin and end at multiples of this, the largest that disks want.
+# Direct reads begin and end at multiples of this, the largest alignment that disks require.
 ALIGNMENT = 4096
 
-# What a disk or its file system answers for bytes that it has lost. Other errors (no
-# memory, too many open files) say nothing about a file.
+# Errors of a disk or file system that has lost bytes. Other errors (no memory, too many
+# open files) say nothing about a file.
 _LOST = {
     errno.EIO,
     errno.EBADMSG,
@@ -28,10 +28,10 @@ _LOST = {
 
 
 class DirectReader:
-    """One file of the disk, read without the page cache where its file system can. Blocks."""
+    """Reads one file, past the page cache if its file system supports that. Blocks."""
 
     def __init__(self, path: str, *, is_direct: bool = True) -> None:
-        """Open a file; through the page cache if not `is_direct`. Raises OSError."""
+        """Open a file, for reads through the page cache if not `is_direct`; raises OSError."""
         # Anonymous memory is aligned to pages.
         self._buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -40,10 +40,10 @@ class DirectReader:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._fd = os.open(path, flags)  # tmpfs, before Linux 6.6
+            self._fd = os.open(path, flags)  # tmpfs before Linux 6.6 has no O_DIRECT
 
     def read(self, size: int, offset: int) -> memoryview:
-        """Up to a block of bytes, fewer only at the end, until the next call; raises OSError."""
+        """Read up to a `BLOCK`; raises OSError. The next call overwrites the returned memory."""
         first = offset - offset % ALIGNMENT
         last = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
         have = 0
@@ -61,7 +61,7 @@ class DirectReader:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            # A disk that wants another alignment.
+            # The disk requires another alignment.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             return os.preadv(self._fd, [buffer], offset)
 
@@ -70,5 +70,5 @@ class DirectReader:
 
 
 def is_lost(error: OSError) -> bool:
-    """True if an error says that a disk can't read what was written to it."""
+    """True if an error means that a disk can't read bytes that were written to it."""
     return error.errno in _LOST

@@ -1,7 +1,7 @@
-"""Opens or creates the file of a version; a small one is compared with its checksums.
+"""Opens or creates the file of a version; a small file is compared with its checksums.
 
-The file may be the one that this mount knows or another that the catalog names, of
-another mount that shares the directory. All of this blocks.
+The file may be the one that this mount knows, or a file in the catalog that another
+mount of the directory has created. All of this blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusefs.cache.ranges import RangeMap
 
 
 def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
-    """Open the file of a version, this mount's or another's, or create it.
+    """Open the file of a version, made by this or another mount, or create it.
 
     Raises:
         OSError: the disk fails, or is full.
@@ -28,16 +28,16 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
         if fd >= 0:
             found = OpenFile(fd, generation, st_ino, ranges, used_at=used_at)
             return _examined(catalog, file, found)
-        # A row without its file would keep the version from ever being kept again.
+        # With a row but no file, the version could never be cached again.
         catalog.remove(file.name, generation, st_ino)
-        # Where the directory was copied, or restored from a backup, there is another file in its
-        # place: without a row it would take room that the quota does not see.
+        # If the directory was copied or restored from a backup, a file with another inode number
+        # is there; without a row, the quota would not count it.
         disk.remove_orphan(file.name, generation, -math.inf, lambda: False)
     return OpenFile(*disk.create(file.name, file.size), b"")
 
 
 def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None, float]]:
-    """Generation, inode number and, where they are not known, ranges and last use to be tried."""
+    """List the files to try, as (generation, st_ino, ranges, last use); ranges None: as known."""
     candidates: list[tuple[str, int, bytes | None, float]] = []
     if file.generation:
         candidates.append((file.generation, file.st_ino, None, file.used_at))
@@ -48,7 +48,7 @@ def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes
 
 
 def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:
-    """Compare a small file with its checksums, unless this process has done that."""
+    """Compare a small file, unless this process has done so; return it with `fault` and `sums`."""
     if file.size > CHECKED_AT_OPEN or (found.ranges is None and file.is_checked):
         return found
     present = file.present if found.ranges is None else RangeMap.unpack(found.ranges)

@@ -1,11 +1,11 @@
-"""Compares the large files of a cache with their checksums in the background.
+"""Compares the files of a cache with their checksums in the background.
 
-A small file is compared when it is first opened; to read a large one whole
-would keep its reader waiting. So the large ones are read once after each start, and
-all files once a week, past the page cache.
+A small file is compared when it is first opened, but comparing a large file would
+keep its reader waiting. So the scrub reads the large files once after each start,
+and all files once a week, past the page cache.
 
-Beside reading there is the processor: after each part the scrub rests for
-several times as long as that took.
+To save processor time, the scrub rests after each part for several times as long
+as the part took.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger("fusefs.cache")
 # The first reads after a start should not compete with the scrub.
 START_AFTER_S = 30.0
 EVERY_S = 7 * 86400.0
-# How long it rests after each part, as a multiple of the time that the part took.
+# The rest after each part, as a multiple of the time that the part took.
 REST = 3.0
 
 
 class Scrub:
-    """The scrub of one cache; `pages` has its files above a size. Belongs to the event loop."""
+    """The scrub of one cache; `pages(size)` yields its files above a size. For the event loop."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Scrub:
         self._ended: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Its progress; `state` is waiting, under way or done, `ended` in epoch seconds."""
+        """The progress as a dict; `state` is "waiting", "under way" or "done", `ended` epoch s."""
         return {
             "state": self._state,
             "done_files": self._done_files,
@@ -53,7 +53,7 @@ class Scrub:
         }
 
     async def run(self) -> None:
-        """Scrub until cancelled."""
+        """Scrub after the start and then once a week, until cancelled."""
         await trio.sleep(START_AFTER_S)
         # A small file is compared when it is opened.
         await self.scrub(CHECKED_AT_OPEN, is_first=True)
@@ -62,7 +62,7 @@ class Scrub:
             await self.scrub(0)
 
     async def scrub(self, larger_than: int, *, is_first: bool = False) -> None:
-        """Compare files above a size, resting in between; if `is_first`, those not compared."""
+        """Compare files larger than `larger_than`; if `is_first`, only those not compared yet."""
         self._done_files = self._done_bytes = 0
         self._state = "under way"
         async for files in self._pages(larger_than):

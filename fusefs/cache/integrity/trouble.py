@@ -1,7 +1,7 @@
-"""The troubles of a cache: for the log when it begins, for `fusefs status` while it is recent.
+"""The problems of a cache: logged when they begin, shown by `fusefs status` while recent.
 
-A disk that was full for a minute, or a data set that once did not fit, is no news for the rest
-of a mount's months; and what fails later for another reason is news again.
+A disk that was full for a minute, or a data set that once did not fit, is not worth mentioning
+for the rest of a mount's months, but a later problem with another reason is.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import time
 
 logger = logging.getLogger("fusefs.cache")
 
-# What was last noted longer ago is over; if it comes again it is logged again.
+# A problem that was last noted longer ago is over; it is logged again if it returns.
 RECENT_S = 3600.0
-# Of more reasons than this the oldest are forgotten.
+# If there are more problems than this, the oldest is forgotten.
 MOST = 4
 
 
 class Trouble:
-    """The troubles of one cache, as sentences. Belongs to the event loop."""
+    """The recent problems of one cache, as sentences. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        # When each was noted last, in seconds of the monotonic clock; the latest at the end.
+        # The time of the last note of each problem, in monotonic seconds; the latest at the end.
         self._noted: dict[str, float] = {}
 
     @property
     def recent(self) -> str | None:
-        """The recent troubles, the latest last; None if there are none."""
+        """The recent problems joined by "; ", the latest last; None if there are none."""
         now = time.monotonic()
         return "; ".join(what for what, at in self._noted.items() if now - at < RECENT_S) or None
 
     def note(self, what: str) -> None:
-        """Note a trouble, and log it if it is not known from recently."""
+        """Note a problem, and log it unless it was noted recently."""
         now = time.monotonic()
         if now - self._noted.pop(what, -math.inf) >= RECENT_S:
             logger.warning("%s", what)

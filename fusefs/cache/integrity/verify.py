@@ -1,13 +1,12 @@
-"""Compares cache files with the checksums of what was written to them.
+"""Compares cache files with the checksums of the bytes that were written to them.
 
-What differs, or what the disk cannot read, is dropped: the version has no
-cached copy any more, and the next reader downloads it. The dropped file keeps
-its bytes for programs that have it open for passthrough, and is removed with
-the last of them; it is never rewritten.
+A file that differs, or that the disk cannot read, is dropped: its version has no
+cached copy any more, and the next reader downloads it again. Programs that have the
+dropped file open for passthrough continue to read it. It is never rewritten.
 
-Ranges without a checksum (an earlier version of fusefs kept none, and a killed
-process may not have recorded the last ones) count as right. The scrub computes
-a checksum for them, so that later damage is noticed.
+Ranges without a checksum (a killed process may not have written the last ones to
+the catalog) count as right. The scrub computes their checksums, so that later
+damage is noticed.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from fusefs.store.checksum import crc32
 
 logger = logging.getLogger("fusefs.cache")
 
-# Files up to this size are summed by the event loop when they are closed after
-# writing: it takes 15 µs, and handing it to a thread would take longer.
+# The event loop itself computes the sums of written files up to this size when they
+# are closed: it takes 15 µs, and handing the work to a thread would take longer.
 SUMMED_AT_ONCE = 128 << 10
 # The latest faults that `fusefs status` names.
 MOST_NAMED = 10
 
 
 class Integrity:
-    """The comparisons of one cache's files. Belongs to the event loop.
+    """Compares the files of one cache with their checksums. Belongs to the event loop.
 
-    `discard` drops a file from the cache, and `summed` stores checksums of bytes
-    that had none. `differed` and `unreadable` count the files that were dropped,
-    and `latest` names the last of them.
+    `discard` drops a file from the cache, and `summed` stores checksums of bytes that had
+    none. `differed` and `unreadable` count the dropped files by reason; `latest` describes
+    the last `MOST_NAMED` of them.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Integrity:
         self._discard = discard
         self._summed = summed
         self._threads = threads
-        # Files that were written here, and have no checksums yet.
+        # Files that were written by programs and have no checksums yet.
         self._written: list[CacheFile] = []
         self._has_written = trio.Event()
         # One thread is enough: programs that read files need the disk.
@@ -88,7 +87,10 @@ class Integrity:
         self._discard(file)
 
     def sum_written(self, file: CacheFile, fd: int, crc: int | None = None) -> None:
-        """Sum a file that was written here, a large one later. `crc` is its CRC32 if known."""
+        """Compute the sums of a file written by a program, of a large file later in `run`.
+
+        `crc` is the CRC32 of the whole file, if known.
+        """
         if crc is not None and file.size <= BLOCK and file.is_complete:
             self._summed(file, [Sum(0, file.size, crc)])
             return
@@ -99,7 +101,7 @@ class Integrity:
         self._has_written.set()
 
     async def run(self) -> None:
-        """Compute checksums of files that were written here, until cancelled."""
+        """Compute the checksums that `sum_written` has postponed, until cancelled."""
         while True:
             await self._has_written.wait()
             self._has_written = trio.Event()
@@ -109,12 +111,12 @@ class Integrity:
     async def examine(
         self, file: CacheFile, *, is_direct: bool = False, rest: float = 0.0
     ) -> tuple[int, bool]:
-        """Compare all of a file, and drop it if it differs; bytes without a checksum get one.
+        """Compare a whole file, and drop it if it differs; bytes without a checksum get one.
 
-        Returns how many bytes were compared, and whether that was all of it, and right. With
-        `is_direct` they come from the disk, not from the page cache. After each part it rests for
-        `rest` times as long as that took. What is downloaded meanwhile is left out, and so is
-        the rest of a file that is evicted or renamed.
+        Returns the number of compared bytes, and True if the whole file was compared and is right.
+        With `is_direct` bytes are read from the disk, not from the page cache. After each part the
+        call sleeps for `rest` times as long as the part took. Bytes that are downloaded meanwhile
+        are skipped, and so is the rest of a file that is evicted or renamed.
         """
         generation, examined = file.generation, 0
         for start in range(0, file.size, SUMS_PART):
@@ -155,7 +157,7 @@ class Integrity:
         try:
             file = self._disk.open_to_examine(name, generation, is_direct=is_direct)
         except OSError as error:
-            # It may have been evicted or renamed.
+            # If not lost, the file may have been evicted or renamed.
             return (error, []) if is_lost(error) else None
         try:
             return examine(file.read, sums, present)
@@ -163,16 +165,15 @@ class Integrity:
             file.close()
 
     async def is_on_disk(self, file: CacheFile) -> bool:
-        """True if a file is still there: another mount may have evicted it."""
+        """True if a file still exists; another mount may have evicted it."""
         place = (file.name, file.generation, file.st_ino)
         return await trio.to_thread.run_sync(self._disk.has_inode, *place, limiter=self._threads)
 
     async def copy(self, file: CacheFile, target: int, start: int, stop: int) -> bool:
-        """Copy the bytes [start, stop) of a file that is pinned and open, if they are right.
+        """Copy the bytes [start, stop) of a pinned, open file to the descriptor `target`.
 
-        If they are not, the file is dropped and the result is False; `target`
-        may then have some bytes of the copy. It is also False if the file does
-        not have all of them.
+        Returns False if the file does not have all bytes, or if they are wrong; then the
+        file is dropped. `target` may then have some bytes of the copy.
 
         Raises:
             OSError: `target` can't be written.
@@ -186,17 +187,17 @@ class Integrity:
         return await self._pass_on(file, put, start, stop)
 
     async def read(self, file: CacheFile, start: int, stop: int) -> bytearray | None:
-        """The bytes [start, stop) of a file that is pinned and open, if they are right.
+        """Read the bytes [start, stop) of a pinned, open file and compare their checksums.
 
-        If they are not, the file is dropped and the result is None. It is also None if
-        the file does not have all of them, or no checksum of some.
+        Returns None if some bytes are missing or have no checksum, or if they are wrong;
+        then the file is dropped.
         """
         content = bytearray()
 
         def put(data: memoryview, at: int) -> None:
             nonlocal content
             if not content:
-                content = bytearray(stop - start)  # it takes milliseconds: in the thread
+                content = bytearray(stop - start)  # in the thread, as it takes milliseconds
             content[at - start : at - start + len(data)] = data
 
         is_right = await self._pass_on(file, put, start, stop, only_summed=True)
@@ -216,7 +217,7 @@ class Integrity:
             return False
         pending = [sum_ for sum_ in file.sums or () if checksums.is_within(sum_, start, stop)]
         place = (file.st_ino, file.generation)
-        # Not what the file has: the event loop goes on changing that.
+        # Not `file.present`, which the event loop changes meanwhile.
         wanted = RangeMap(iter([(start, stop)]))
 
         def work() -> OSError | Sum | None:
@@ -236,7 +237,7 @@ class Integrity:
 def sums_in(
     catalog: Catalog, st_ino: int, generation: str, pending: list[Sum], start: int, stop: int
 ) -> list[Sum]:
-    """The checksums of [start, stop), on record, if that can be read, and `pending`. Blocks."""
+    """Join `pending` and the catalog's checksums of [start, stop), if readable. Blocks."""
     try:
         recorded = catalog.sums(st_ino, generation, start, stop)
     except sqlite3.Error as error:
@@ -248,9 +249,9 @@ def sums_in(
 def examine(
     read: Read, sums: list[Sum], present: RangeMap
 ) -> tuple[OSError | Sum | None, list[Sum]]:
-    """Compare a file; return what is wrong, and checksums of bytes that had none. Blocks.
+    """Compare a file; return its fault or None, and new sums of bytes that had none. Blocks.
 
-    What is wrong is a checksum that its bytes do not match, or the disk's error.
+    A fault is a sum that does not match its bytes, or the disk's error.
     """
     try:
         fault = checksums.first_wrong(read, sums, present)
@@ -271,7 +272,7 @@ def _copy(
     start: int,
     stop: int,
 ) -> OSError | Sum | None:
-    """Hand on the bytes [start, stop) of a file as they were compared; return what is wrong."""
+    """Compare the bytes [start, stop) of a file and pass them to `put`; return a fault or None."""
     for first, last, crc in _pieces(sums, run, start, stop):
         try:
             data = os.pread(source, last - first, first)
@@ -288,7 +289,7 @@ def _copy(
 
 
 class _Piece(NamedTuple):
-    """A range to be read, and its checksum if there is one."""
+    """A range to read, and its checksum, or None if it has no checksum."""
 
     start: int
     stop: int
@@ -296,7 +297,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(sums: list[Sum], run: tuple[int, int], start: int, stop: int) -> Iterator[_Piece]:
-    """The ranges to read for the bytes [start, stop): those with sums, and those between."""
+    """Yield the ranges to read for the bytes [start, stop): those with sums, and the others."""
     present = RangeMap(iter([run]))
     usable = [sum_ for sum_ in sums if present.covers(sum_.start, sum_.stop)]
     for sum_ in usable:

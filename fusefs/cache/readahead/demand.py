@@ -1,8 +1,7 @@
-"""The number of downloads that readers wait for, now and of late.
+"""The number of downloads that readers wait for, now and recently.
 
-A daemon that is busy sees few of its readers wait at any one moment: the requests
-of the others have not come to it yet. The most of the last moments tells how many
-there are.
+A busy daemon sees only some of its readers wait at any moment, because it has not
+received the other readers' requests yet. The recent peak shows the real number.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# For how long at least a number of readers is remembered, and at most twice as long.
+# A peak is remembered at least this long, and at most twice as long.
 PERIOD_S = 0.25
 
 
@@ -21,18 +20,18 @@ class Demand:
         self.count = 0
         self._clock = clock
         self._since = clock()
-        # The most of this period, and of the one before.
+        # The highest `count` of this period, and of the period before.
         self._most = self._most_before = 0
 
     def change(self, by: int) -> None:
-        """Note that readers wait for more downloads, or for fewer."""
+        """Add `by`, which may be negative, to the number of downloads that readers wait for."""
         self.count += by
         self._begin_period()
         self._most = max(self._most, self.count)
 
     @property
     def peak(self) -> int:
-        """The most that readers waited for at a time in the last moments."""
+        """The highest number of downloads that readers waited for at a time recently."""
         self._begin_period()
         return max(self._most, self._most_before)
 

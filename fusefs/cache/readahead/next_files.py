@@ -1,11 +1,11 @@
-"""The next large file of a folder: shards are read one after the other, in the order of names.
+"""Readahead into the next large file of a folder: shards are often read in the order of names.
 
-When a reader in order comes so near the end of a large file that its window
-reaches behind it, the rest of the window is fetched of the file that follows in
-the listing, leaving out those that are whole, open or begun: of several workers
-that read a folder's shards each gets one of its own. Every file of the folder
-that is opened meanwhile shows whether the guess was right; where more than one
-in two was wrong, few are made.
+When a sequential reader comes so near the end of a large file that its window
+reaches past the end, the rest of the window is fetched from the next file of the
+listing. Files that are complete, open or already begun are skipped, so that each of
+several workers that read a folder's shards gets a file of its own. Each later open of
+a file of the folder shows if the guess was right; if more than half were wrong, few
+guesses are made.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.readahead.siblings import SMALL, Listing
 from fusefs.store.interface import ObjectInfo
 
-# Before a guess was right, an eighth of what was read may be fetched of the next file in vain.
+# Until a guess was right, at most an eighth of the current file's size is fetched of the next file.
 FIRST_SHARE = 8
-# Files that follow and are looked at.
+# Following files of the listing that are considered.
 LOOKED_AT = 64
 # Files that were begun and not opened yet, of all folders.
 MOST_BEGUN = 32
-# Files that were read, whose next one is known.
+# Files that were read and whose next file is remembered.
 MOST_READ = 1024
-# Guesses that count, and how often one is made while most are wrong.
+# Guesses that count, and one in how many is made while most are wrong.
 REMEMBERED = 16
 TRY_EACH = 8
 
 
 @dataclass(slots=True)
 class _Begun:
-    """The file that follows one that is read; its first `stop` bytes were wanted."""
+    """A guessed next file; downloads of its first `stop` bytes were started."""
 
     prefix: str
     info: ObjectInfo
@@ -43,27 +43,27 @@ class _Begun:
 
 
 class NextFiles:
-    """Begins the large files of a mount's folders ahead. Belongs to the event loop."""
+    """Fetches the beginnings of next large files ahead, in a mount. Belongs to the event loop."""
 
     def __init__(self, downloader: Downloader, cache: FileCache, listing: Listing) -> None:
         self._downloader = downloader
         self._cache = cache
         self._listing = listing
-        self._begun: OrderedDict[str, _Begun] = OrderedDict()  # not opened yet, by their keys
-        # By the key of the file that is read; None where no guess was made.
+        self._begun: OrderedDict[str, _Begun] = OrderedDict()  # those not opened yet, by key
+        # The guesses by the key of the file being read; None if no guess was made.
         self._next: OrderedDict[str, _Begun | None] = OrderedDict()
         self._right = self._wrong = self._left_out = 0
 
     def opened(self, prefix: str, key: str, *, was_there: bool) -> None:
-        """Note that a large file of a folder is opened, of which `was_there` something."""
-        # What is under way of it is what its reader wants first.
+        """Note that a large file is opened; `was_there` says if the cache had some of its bytes."""
+        # Running downloads of it continue, as its reader wants these bytes first.
         if self._begun.pop(key, None) is not None:
             self._count(is_right=True)
         elif not was_there and any(begun.prefix == prefix for begun in self._begun.values()):
             self._count(is_right=False)
 
     def go_on(self, prefix: str, read: ObjectInfo, size: int) -> None:
-        """Fetch the first `size` bytes, at most, of the file that follows `read` in its folder."""
+        """Fetch at most the first `size` bytes of the file that follows `read` in its folder."""
         if not self._right:
             size = min(size, read.size // FIRST_SHARE)
         size -= size % PART
@@ -106,7 +106,7 @@ class NextFiles:
             self._cache.unpin(file)
         if begun.downloads:
             begun.stop = size
-        else:  # there is no room for it
+        else:  # the cache has no room for it
             del self._begun[begun.info.key]
 
     def _count(self, *, is_right: bool) -> None:
@@ -121,6 +121,6 @@ class NextFiles:
             download.unwant()
 
     def close(self) -> None:
-        """End the interest in all of it."""
+        """End the interest in all downloads that were started and not used yet."""
         while self._begun:
             self._end(next(iter(self._begun)))

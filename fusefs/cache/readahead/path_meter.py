@@ -1,12 +1,12 @@
-"""The measured capacity of the path to the bucket: how many downloads side by side pay.
+"""The *width* of the path to the bucket: the number of parallel downloads that is worthwhile.
 
-A connection brings its first byte after a *latency* and then so many bytes a second, which every
-download measures. The bandwidth of the path shows only once it is full. So the first width is that
-of a path of ten gigabits: 8 parts on the same machine, 18 where S3 is 30 ms away and a connection
-brings 90 MB/s. From then on it is found by trying, as TCP does it: while readers keep all of it
-busy, it is raised by a half, and stays there if that brought a tenth more.
+Every download measures the *latency* of a connection until the first byte and its rate after that.
+The bandwidth of the path shows only when the path is full. So the first width assumes a path of ten
+gigabits/s: 8 parts on the same machine, 18 if S3 is 30 ms away and a connection brings 90 MB/s.
+From then on the width is found by trials, as in TCP: while readers use the whole width, it is
+raised by half, and the larger width stays if it brought a tenth more bytes per second.
 
-The width is divided among the readers of large files (`share`), so none is left out.
+The width is divided among the readers of large files (`share`), so that each gets a part of it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import time
 from collections.abc import Callable
 from typing import Protocol, Self
 
-# With sixteen parts of a server on the same machine a first read was a tenth slower than with
-# eight: that many threads get in each other's way, and in the way of the reader.
+# With sixteen parts from a server on the same machine a first read was a tenth slower than with
+# eight, because that many threads delay each other and the reader.
 LEAST_WIDTH = 8
-# Of a node's network, in bytes a second, before anything else is known.
+# The assumed bandwidth of a node's network, in bytes a second, before any measurement.
 USUAL_BANDWIDTH = 1.25e9
 LEAST_SHARE = 2
-# A wider path has to bring so much more to be kept.
+# A larger width stays if it brings at least this many times the bytes per second.
 GAIN = 1.1
-# So much of the width has to be in use for a measurement to say something about it.
+# The share of the width that must have been in use for a measurement to count.
 BUSY = 0.75
 LEAST_ROUND_S = 0.2
-# Seconds until the next trial of a larger width, after one that did not pay.
+# Seconds until the next trial of a larger width, after a trial that did not pay.
 HOLD_S = 8.0
-# A reader that has read nothing for so long needs no share.
+# A reader that has read nothing for this long gets no share.
 IDLE_S = 2.0
-# How fast an old measurement gives way: the latency is the least of about the last hundred, and
-# of more where more than LEAST_WIDTH downloads are under way, which wait for each other.
+# How fast an old measurement loses weight: the latency is the least of about the last hundred, and
+# of more if more than LEAST_WIDTH downloads are running, as they wait for each other.
 FORGETTING = 0.01
 NEWS = 0.1
 
@@ -43,40 +43,40 @@ class LargeFileReader(Protocol):
 
 
 class PathMeter:
-    """The path of one mount's downloads. Belongs to the event loop.
+    """Measures the path of one mount's downloads. Belongs to the event loop.
 
-    `most` parts of `part` bytes are allowed at a time. `latency_s` is in seconds and `rate`, of
-    one connection, in bytes a second; both are 0 until they have been measured.
+    At most `most` parts of `part` bytes are allowed at a time. `latency_s` (seconds) and `rate`
+    (bytes a second, of one connection) are 0 until they have been measured.
     """
 
     def __init__(self, most: int, part: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.latency_s = 0.0
         self.rate = 0.0
-        self._least_rate = 0.0  # with the latency in it: all that downloads of one piece show
+        self._least_rate = 0.0  # a rate that includes the latency; small downloads show no other
         self._clock = clock
         self._part = part
         self._most = max(1, most)
         self._width = 0  # 0 until the first round has been measured
-        self._base = (0, 0.0)  # the width before the last trial, and what it brought
+        self._base = (0, 0.0)  # the width before the last trial, and its bytes per second
         self._next_trial = 0.0
         self._is_trial = False
-        self._running = 0  # bytes
-        self._under_way = 0  # downloads
+        self._running = 0  # bytes of running downloads
+        self._under_way = 0  # running downloads
         self._readers: dict[LargeFileReader, None] = {}
         self._begin_round()
 
     @property
     def width(self) -> int:
-        """The number of parts to have under way at a time, of all readers together."""
+        """The number of parts to download at a time, for all readers together."""
         return min(self._most, self._width or self._first_width())
 
     @property
     def bandwidth(self) -> float:
-        """The bandwidth of all connections together, as far as is known, in bytes a second."""
+        """The estimated bandwidth of all connections together, in bytes a second."""
         return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
 
     def share(self, reader: LargeFileReader) -> int:
-        """The number of parts that may be under way for a reader, which reads now."""
+        """Note that a reader reads now; return the number of parts to download at a time for it."""
         now = self._clock()
         reader.last_read = now
         self._readers[reader] = None
@@ -86,33 +86,33 @@ class PathMeter:
         return max(LEAST_SHARE, self.width // len(self._readers))
 
     def leaves(self, reader: LargeFileReader) -> None:
-        """A reader needs its share no more."""
+        """End the share of a reader."""
         self._readers.pop(reader, None)
 
     def download(self, size: int) -> DownloadMeter:
-        """The meter of a download of `size` bytes that begins now (`with`)."""
+        """Return the context manager that measures a download of `size` bytes."""
         return DownloadMeter(self, self._clock, size)
 
     def began(self, size: int) -> None:
-        """A download of `size` bytes is under way."""
+        """Count a download of `size` bytes as running."""
         self._count_running()
         self._running += size
         self._under_way += 1
 
     def ended(self, size: int) -> None:
-        """A download of `size` bytes that `began` has come, or not."""
+        """End the count of a download of `size` bytes, successful or not."""
         self._count_running()
         self._running -= size
         self._under_way -= 1
 
     def arrived(self, size: int) -> None:
-        """So many bytes have come."""
+        """Count `size` bytes that any download brought; end the round after enough bytes."""
         self._arrived += size
         if self._arrived >= self.width * self._part:
             self._end_round()
 
     def note_first(self, size: int, waited_s: float) -> None:
-        """The first `size` bytes of a download came after so many seconds."""
+        """Update the latency: the first `size` bytes of a download came after `waited_s`."""
         self._least_rate = max(self._least_rate, size / max(waited_s, 1e-6))
         latency_s = max(1e-6, waited_s - (size / self.rate if self.rate else 0.0))
         if not self.latency_s or latency_s < self.latency_s:
@@ -121,7 +121,7 @@ class PathMeter:
             self.latency_s *= 1 + FORGETTING * min(1.0, LEAST_WIDTH / max(1, self._under_way))
 
     def note_rest(self, size: int, elapsed_s: float) -> None:
-        """The `size` bytes behind the first ones took so many seconds."""
+        """Update the rate: the `size` bytes after a download's first bytes took `elapsed_s`."""
         rate = size / max(elapsed_s, 1e-6)
         self.rate += (rate - self.rate) * NEWS if self.rate else rate
 
@@ -153,7 +153,7 @@ class PathMeter:
             self._judge(width, arrived / elapsed_s)
 
     def _judge(self, width: int, brought: float) -> None:
-        """Choose the next width, after a round that was full and `brought` so much."""
+        """Choose the next width after a full round that `brought` so many bytes per second."""
         base, base_brought = self._base
         if self._is_trial and brought < GAIN * base_brought:
             self._width, self._is_trial = base, False
@@ -165,7 +165,7 @@ class PathMeter:
 
 
 class DownloadMeter:
-    """Measures one download, for the time of a `with`."""
+    """Context manager that measures one download."""
 
     __slots__ = ("_began", "_clock", "_first_at", "_last_at", "_path", "_rest", "_size")
 
@@ -183,12 +183,12 @@ class DownloadMeter:
 
     def __exit__(self, *_: object) -> None:
         self._path.ended(self._size)
-        # A few bytes say little: they had come with the first ones.
+        # A few bytes say little: they came together with the first bytes.
         if self._rest > self._size // 2:
             self._path.note_rest(self._rest, self._last_at - self._first_at)
 
     def arrived(self, size: int) -> None:
-        """So many bytes of it have come."""
+        """Count `size` more bytes of the download."""
         self._last_at = self._clock()
         if self._first_at:
             self._rest += size

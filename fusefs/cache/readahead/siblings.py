@@ -1,14 +1,14 @@
-"""The other small files of a folder: training reads them all, in whatever order.
+"""Readahead of the other small files of a folder: training reads them all, in any order.
 
-When several small files of a folder had to be fetched, others are fetched ahead: first those behind
-the one that was opened, then from the listing's start. Once this has been of use in one folder, the
-first file of another is reason enough, and a folder that has been fetched whole is a reason to
-begin the next one.
+After several opens of a folder's small files that were not in the cache, the folder's other files
+are fetched ahead: first the files after the opened one in the listing, then from the listing's
+start. Once enough such files were opened, the first miss in another folder suffices, and when a
+folder was fetched whole, the next folder is begun.
 
-How many may lie there unread grows with how many were opened, less those that were evicted unread,
-so a program that reads a few files of a large folder causes little waste. How many are under way
-follows from the path: so many that requests come as fast as the daemon can take them. Where readers
-wait for more than that themselves nothing is fetched ahead: it would make them wait longer.
+The number of files fetched ahead and unread is limited by the number of opens, minus files that
+were evicted unread, so a program that reads a few files of a large folder causes little waste. The
+number of parallel downloads follows from the latency: enough to keep the daemon busy. If readers
+wait for more downloads than that, nothing is fetched ahead, as it would make them wait longer.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 
-# A file that one request brings as fast as its first byte.
+# The largest file that arrives hardly later than its first byte.
 SMALL = 1 << 20
-# Files of a folder that had to be fetched before others are fetched ahead.
+# Misses in a folder before its other files are fetched ahead.
 FOLDER_AFTER = 4
-# How many may be unread for each that was opened, and in any case. A program that opens them
-# all in random order meets with few of those that are there at first: when a tenth has been
-# opened, the rest is to be on its way.
+# The most unread files per opened file, and per folder. A program that opens all files in random
+# order finds few of the first ones in the cache; when it has opened a tenth of the files, all
+# others should have been requested.
 UNREAD_EACH = 8
 MOST_UNREAD = 4096
-# Of the cache that files may take which were fetched ahead and not opened yet.
+# The share of the cache for files that were fetched ahead and not opened yet.
 UNREAD_SHARE = 0.25
 # Folders whose files are fetched ahead.
 MOST_FOLDERS = 1024
-# The first file of a folder brings others as long as one in so many was opened of those that
-# were fetched ahead.
+# One miss in a folder suffices as long as at least one in this many files that were fetched
+# ahead was opened.
 STARTED_EACH = 16
 LEAST_WIDTH = 8
-# Where more readers wait, they have the daemon busy themselves, however far away the store is.
+# If more readers wait, they keep the daemon busy themselves, however far away the store is.
 MOST_WAITING = 32
-# What a daemon takes in a second: a small file costs it 0.5 ms of processor time.
+# The rate a daemon can handle: a small file costs it 0.5 ms of processor time.
 FILES_PER_SECOND = 2000
-# Entries of a folder's listing, and folders, that are looked at before other tasks have their turn.
+# Entries of a listing, and folders, that are processed before other tasks get their turn.
 TURN = 200
 FOLDERS_TURN = 8
 
@@ -54,17 +54,17 @@ class Listing(Protocol):
     """The known files of folders, and the known folders."""
 
     def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
-        """The files of a folder: those behind a key, then those before it."""
+        """Yield a folder's files: first those after the key `behind`, then those before it."""
 
     def next_folder(self, prefix: str) -> str | None:
-        """The prefix of the folder that follows in the parent's listing, if that is known."""
+        """The prefix of the next folder in the parent's listing, or None if unknown."""
 
 
 @dataclass(slots=True, eq=False)
 class _Folder:
-    """The files of one folder; `unread` has those that were fetched ahead, by their keys.
+    """The state of one folder; `unread` has its files that were fetched ahead, by key.
 
-    `refused` comes before the others in `order`: the cache had no room for it.
+    `refused` is a file that the cache had no room for. It is tried before the files in `order`.
     """
 
     prefix: str
@@ -74,7 +74,7 @@ class _Folder:
     useful: int = 0
     wasted: int = 0  # evicted before they were opened
     unread: dict[str, tuple[Download, int]] = field(default_factory=dict)
-    is_through: bool = False  # whether the next folder was looked for
+    is_through: bool = False  # True if the next folder was looked for
     evicted_then: int = 0  # files that the cache had evicted when `unread` was last compared
 
     @property
@@ -89,25 +89,25 @@ class Siblings:
         self._downloader = downloader
         self._cache = cache
         self._listing = listing
-        # The one that was of use last is the last.
+        # The folders by prefix, the last used at the end.
         self._folders: OrderedDict[str, _Folder] = OrderedDict()
         self._under_way = 0
         self._unread_bytes = 0
-        self._most_bytes = 0.0  # how many of them there may be, as of the last `_fetch`
-        # Folders that may have more files to fetch, the one that was opened last at the end.
+        self._most_bytes = 0.0  # the limit of `_unread_bytes`, as of the last `_fetch`
+        # Folders that may have more files to fetch, the last used at the end.
         self._waiting: dict[_Folder, None] = {}
         self._started = self._useful = 0
 
     @property
     def width(self) -> int:
-        """The number of downloads to have under way at a time."""
+        """The number of files to fetch ahead at a time."""
         wanted = round(FILES_PER_SECOND * self._downloader.path.latency_s)
         return min(self._downloader.most_small, max(LEAST_WIDTH, wanted))
 
     def opened(self, prefix: str, info: ObjectInfo, *, was_there: bool) -> None:
-        """Note that a small file of a folder is being opened; fetch others.
+        """Note that a small file of a folder is being opened; fetch others ahead if worthwhile.
 
-        `was_there` says whether all of it was in the cache.
+        `was_there` says if the whole file was in the cache.
         """
         folder = self._folders.get(prefix)
         if folder is None:
@@ -118,7 +118,7 @@ class Siblings:
             folder.useful += 1
             self._useful += 1
         elif was_there:
-            return  # it was not fetched ahead: this says nothing about the guess
+            return  # not fetched ahead, so this says nothing about the guess
         else:
             folder.missed += 1
             folder.order, folder.is_through = self._listing.files(prefix, info.key), False
@@ -130,7 +130,7 @@ class Siblings:
             self._fetch()
 
     def close(self) -> None:
-        """End all of it."""
+        """End the interest in all downloads."""
         while self._folders:
             self._end(next(iter(self._folders)))
 
@@ -158,8 +158,8 @@ class Siblings:
         return 1 if is_good else FOLDER_AFTER
 
     def _fetch(self) -> None:
-        """Have as many files under way as pays, those of the folder that was opened last first."""
-        # It takes as long to compute as all else of a file's turn, and hardly changes in one.
+        """Start downloads up to the limits, beginning with the folder that was used last."""
+        # Computed once, as it takes as long as starting a file, and hardly changes meanwhile.
         self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
             self._make_room()
@@ -172,7 +172,7 @@ class Siblings:
             self._waiting.pop(folder, None)
 
     def _make_room(self) -> None:
-        """Give up the folder that was read longest ago: what is unread there may remain so."""
+        """Give up the least recently used folder, or forget evicted files of the only folder."""
         oldest = next(iter(self._folders.values()))
         if len(self._folders) > 1:
             self._end(oldest.prefix)
@@ -180,7 +180,7 @@ class Siblings:
             self._forget_evicted(oldest)
 
     def _fetch_of(self, folder: _Folder) -> bool:
-        """Fetch files of a folder; False if it has more, and these have to wait."""
+        """Start downloads of a folder's files; False if the folder has more to start later."""
         if len(folder.unread) >= folder.most:
             self._forget_evicted(folder)
         for _ in range(TURN):
@@ -208,19 +208,19 @@ class Siblings:
         return self._unread_bytes >= self._most_bytes
 
     def _begin_next(self, folder: _Folder) -> None:
-        """All files of a folder are here or under way: begin those of the next one."""
+        """Begin the next folder, after all files of this one were fetched or started."""
         if folder.is_through or folder.useful < FOLDER_AFTER:
             return
         folder.is_through = True
         prefix = self._listing.next_folder(folder.prefix)
         if prefix is not None and prefix not in self._folders:
             following = self._begin(prefix, "")
-            # Some of its files at once, and more as soon as they are opened.
+            # This allows some of its files now, and more as soon as these are opened.
             following.missed = FOLDER_AFTER
             self._waiting[following] = None
 
     def _start(self, folder: _Folder, info: ObjectInfo) -> bool:
-        """Start to fetch a file if it is not there; False if the cache has no room."""
+        """Start the download of a file unless it is cached; False if the cache has no room."""
         known = self._cache.find(info.version)
         if known is not None and (known.is_complete or known.downloads):
             return True
@@ -244,12 +244,12 @@ class Siblings:
             self._pop(folder, key)
         if isinstance(download.error, StoreError):
             folder.wasted += 1
-        # There is no room, or the mount ends.
+        # Stop if the cache has no room or the mount ends.
         if not isinstance(download.error, NotKeptError):
             self._fetch()
 
     def _forget_evicted(self, folder: _Folder) -> None:
-        """Take what the cache has given up unread for files that should not have been fetched."""
+        """Count unread files that the cache has evicted as wasted, and forget them."""
         if not folder.unread or self._cache.evicted == folder.evicted_then:
             return
         folder.evicted_then = self._cache.evicted

@@ -1,15 +1,15 @@
-"""The next bytes of a file: what one open file will read, guessed from what it has read.
+"""Readahead within one open file: its next reads are guessed from its last reads.
 
-*In order* (`Window`): everything up to a window ahead of the reads is on its way. The window
-becomes four times as large with each stretch that was read in order, up to the reader's share of
-the path (path_meter.py), and collapses when the reader jumps. The kernel sends several reads at
+*Sequential* reads (`Window`): the bytes up to a window ahead of the reads are downloaded. The
+window grows fourfold each time that a window's length was read in order, up to the reader's share
+of the path (path_meter.py), and collapses when the reader jumps. The kernel sends several reads at
 once, so "in order" has some tolerance. Threads or processes that share a handle read several
-stretches at once: each has a window of its own.
+stretches of the file at once, and each stretch has a window of its own.
 
-*Everywhere* (`RandomReads`): a mapped file that faults all over, or one that is read in steps or
-backwards. When the reader has waited for a quarter of the time that all of the file would take, all
-of it is fetched: what comes too much is bounded by what was waited for. Of a file that is read in
-short stretches, as a sample or an index is, a quarter has to have come as well.
+*Random* reads (`RandomReads`): page faults all over a mapped file, strides, or reading backwards.
+When the reader has waited for a quarter of the time that the whole file would take, the whole file
+is fetched, so that the waste is bounded by the time already waited. If a file is read in short
+stretches, like a sample or an index, a quarter of its bytes must have arrived, too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FIRST_WINDOW = 4 << 20
 GROWTH = 4
 # How far reads may be out of order and still count as sequential.
 TOLERANCE = 4 << 20
-# The same for the second read of a stretch: a jump that is near by chance is no order.
+# The same for the second read of a stretch, as a random jump may be short by chance.
 NEAR = 256 << 10
 # Stretches of one handle that are read at the same time.
 MOST_WINDOWS = 32
-# A larger file would push too much out of the cache.
+# A larger file is not fetched whole, as it would evict too much.
 LARGEST_SHARE_OF_CACHE = 0.5
-# Of the time that a file would take as a whole, which its reader has waited for scattered reads.
+# The share of the download time of the whole file that its reader must have waited.
 WAITED_SHARE = 0.25
-# Of the file, what has come by then, if it is not read in stretches that are LONG on average. A
-# program that looks at some places of a large file is slowed down by fetching all of it, to half
-# of its rate where processors are the limit.
+# The share of the file that must be present as well, unless it is read in stretches that are LONG
+# on average. Fetching all of a large file slows down a program that reads only some places of it,
+# to half of its rate if processors are the limit.
 PRESENT_SHARE = 0.25
 LONG = 1 << 20
 
@@ -44,9 +44,9 @@ LONG = 1 << 20
 class Readahead:
     """The readahead of one open file. Belongs to the event loop.
 
-    `go_on` is called when a reader in order comes near the file's end, with the
-    bytes by which its window reaches behind it. `last_read` is in seconds of the
-    monotonic clock.
+    `go_on` is called when a sequential reader comes near the file's end, with the
+    number of bytes by which its window reaches past the end. `last_read` is in
+    seconds of the monotonic clock.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Readahead:
         self._downloader = downloader
         self._file = file
         self._go_on = go_on
-        self._windows = [self._window(0)]  # the one that was read last is the first
+        self._windows = [self._window(0)]  # the last used first
         self._has_several = False
         self._stretches, self._read_bytes = 1, 0
         self._scattered = RandomReads(downloader, file)
@@ -80,7 +80,7 @@ class Readahead:
         return Window(DownloadsAhead(self._downloader, self._file, self), expected, self._go_on)
 
     def reads(self, start: int, stop: int) -> None:
-        """Note a read of [start, stop) and start to download what comes next. Does not wait."""
+        """Note a read of [start, stop) and start downloads of the next bytes. Does not wait."""
         if self._file.is_complete:
             return
         self._read_bytes += stop - start
@@ -94,10 +94,10 @@ class Readahead:
         self._jumped(stop)
 
     def _jumped(self, stop: int) -> None:
-        """Begin a stretch behind a read that belongs to none."""
+        """Begin a new stretch after a read, up to `stop`, that continues no known stretch."""
         self._stretches += 1
         if not self._has_several:
-            # Rather a reader that goes on elsewhere than one more of them.
+            # Probably the same reader at another place, not one more reader.
             for window in self._windows:
                 window.pause()
         if len(self._windows) == MOST_WINDOWS:
@@ -105,13 +105,13 @@ class Readahead:
         self._windows.insert(0, self._window(stop))
 
     def waited(self, began: float, ended: float) -> None:
-        """Note when a read has waited, in seconds of the monotonic clock."""
+        """Count the time a read has waited; the times are in seconds of the monotonic clock."""
         if not self._windows[0].is_in_order:
             are_long = self._read_bytes >= LONG * self._stretches
             self._scattered.waited(began, ended, are_long=are_long)
 
     def close(self) -> None:
-        """End the interest in all downloads; those without readers stop."""
+        """End the interest in all downloads; those that nothing else wants are cancelled."""
         for window in self._windows:
             window.close()
         self._scattered.close()
@@ -119,7 +119,7 @@ class Readahead:
 
 
 class DownloadsAhead:
-    """The downloads ahead of one reader of a file, at most `parts` at a time."""
+    """The downloads ahead of one reader of a file, at most `parts()` parts at a time."""
 
     __slots__ = ("_downloader", "_downloads", "_reader", "file")
 
@@ -130,25 +130,25 @@ class DownloadsAhead:
         self._downloads: list[Download] = []
 
     def parts(self) -> int:
-        """The number of parts that the reader may have under way now."""
+        """The number of parts that may be downloaded for the reader at a time now."""
         room = int(LARGEST_SHARE_OF_CACHE * self._downloader.room) // PART
         return max(1, min(self._downloader.path.share(self._reader), room))
 
     def want(self, start: int, stop: int) -> None:
-        """Have what is missing of [start, stop) on its way."""
+        """Start or join downloads of the missing bytes of [start, stop)."""
         if start < stop:
             self._downloads = [download for download in self._downloads if not download.is_done]
             self._downloads += self._downloader.want(self.file, start, stop)
 
     def close(self) -> None:
-        """End the interest in all of them; those without readers stop."""
+        """End the interest in all downloads; those that nothing else wants are cancelled."""
         downloads, self._downloads = self._downloads, []
         for download in downloads:
             download.unwant()
 
 
 class Window:
-    """A stretch that is read in order, of which the next read is to begin at `expected`."""
+    """A stretch of a file that is read in order; the next read should begin at `expected`."""
 
     __slots__ = ("_ahead", "_expected", "_go_on", "_grown_at", "_interest", "_size")
 
@@ -158,9 +158,9 @@ class Window:
         self._interest = interest
         self._go_on = go_on
         self._expected = expected
-        self._ahead = 0  # up to where downloads have been started
+        self._ahead = 0  # the offset up to which downloads were started
         self._size = 0
-        self._grown_at = 0  # where the reader was when it got this size
+        self._grown_at = 0  # the reader's offset when the window got its size
 
     @property
     def is_in_order(self) -> bool:
@@ -181,7 +181,7 @@ class Window:
         if ahead > self._size - min(PART, self._size // 2):
             return
         most = self._interest.parts() * PART
-        # Also where the window is always extended before the reader comes near its end.
+        # The second condition is for windows extended long before the reader nears their end.
         if ahead <= self._size // 2 or stop - self._grown_at >= self._size:
             self._size = max(FIRST_WINDOW, GROWTH * self._size)
             self._grown_at = stop
@@ -191,7 +191,7 @@ class Window:
     def _extend(self, stop: int) -> None:
         size = self._interest.file.size
         ahead = min(size, stop + self._size)
-        # Whole parts, so that requests do not get small as the window creeps on.
+        # Whole parts, so that requests stay large as the window advances in small steps.
         if ahead < size and self._size > PART:
             ahead -= ahead % PART
         self._interest.want(max(stop, self._ahead), ahead)
@@ -200,7 +200,7 @@ class Window:
             self._go_on(stop + self._size - size)
 
     def pause(self) -> None:
-        """Stop what is under way; the next read in order goes on with it."""
+        """End the interest in all downloads until the next read in order."""
         self._interest.close()
         self._ahead = self._expected
 
@@ -210,7 +210,7 @@ class Window:
 
 
 class RandomReads:
-    """Reads in no order that can be guessed: fetches the file when waiting for them costs more."""
+    """Random reads of a file: fetches the whole file once the reads have waited for long enough."""
 
     __slots__ = ("_downloader", "_file", "_scope", "_until", "_waited_s")
 
@@ -218,13 +218,13 @@ class RandomReads:
         self._downloader = downloader
         self._file = file
         self._waited_s = 0.0
-        self._until = 0.0  # what was waited before has been counted
+        self._until = 0.0  # waits before this time have been counted
         self._scope: trio.CancelScope | None = None
 
     def waited(self, began: float, ended: float, *, are_long: bool) -> None:
-        """Note when a read has waited; what several wait at the same time counts once.
+        """Count the time a read has waited; time that several reads wait for counts once.
 
-        `are_long`: it is read in stretches that are long, so probably all of it will be.
+        `are_long` says that the stretches read are long, so the whole file will probably be read.
         """
         self._waited_s += max(0.0, ended - max(began, self._until))
         self._until = max(ended, self._until)
@@ -244,6 +244,6 @@ class RandomReads:
             await self._downloader.fill_all(self._file)
 
     def close(self) -> None:
-        """Stop fetching."""
+        """Stop fetching the whole file."""
         if self._scope is not None:
             self._scope.cancel()
