@@ -176,7 +176,7 @@ class Catalog:
             self._prepare()
 
     def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """If `error` means damage, replace the database by a new one with these rows, else False.
+        """Replace a damaged database by a new one with these rows; False if `error` is no damage.
 
         Raises:
             OSError, sqlite3.Error: the new database can't be created.

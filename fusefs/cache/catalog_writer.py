@@ -299,7 +299,7 @@ class CatalogWriter:
         return None
 
     async def recover_from(self, error: sqlite3.Error) -> bool:
-        """If `error` means damage, begin a new catalog with the files in memory; False if not."""
+        """Replace a damaged catalog by a new one with the files in memory; False if not damaged."""
         if not is_damage(error):
             return False
         rows = [file.row() for file in self._files.values() if file.recorded]

@@ -40,8 +40,7 @@ class Handover:
     async def prepare(self, file: CacheFile) -> bool:
         """Remove a pinned file from the catalog; False if it is incomplete or used elsewhere.
 
-        After True the caller calls `take_out` or `cancel`. Users that open the file meanwhile will
-        see the changes.
+        `take_out` or `cancel` must follow. Users that open the file meanwhile will see the changes.
         """
         if not await self._ensure_open(file) or not self._is_own(file):
             return False
