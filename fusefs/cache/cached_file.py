@@ -189,7 +189,7 @@ class CacheFile:
         return new
 
     def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
-        """Represent another file on the disk from now on, which has the packed `ranges`."""
+        """Describe another file on the disk from now on; `ranges` are its packed ranges."""
         self.generation, self.st_ino = generation, st_ino
         self.present = RangeMap.unpack(ranges)
         self.read = None
@@ -218,5 +218,5 @@ class CacheFile:
         self.sums = None
 
     def forget(self) -> None:
-        """Represent a version that has no file on the disk."""
+        """Reset to a version that has no file on the disk."""
         self.become("", 0, b"")

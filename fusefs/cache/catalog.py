@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return the new total, and False for each row of another file."""
+        """Insert or extend rows; return False per row that is another file's, and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -373,10 +373,10 @@ class Catalog:
     def release(
         self, identity: str, keys: KeyRange, stay: Stay, before: float = inf
     ) -> tuple[set[str], KeyRange | None]:
-        """Let the files of a page of `keys` be evicted; return their names and the keys left.
+        """Let the files of a page of `keys` be evicted; return their names and the range left.
 
-        Keys that `stay` returns remain retained, and so do keys that were last retained at or
-        after `before` (seconds since the epoch).
+        The range is None if no keys are left. Keys that `stay` returns, or that were retained at or
+        after `before` (seconds since the epoch), remain retained.
         """
         with self.transaction():
             rows = self._db.execute(
@@ -446,7 +446,7 @@ class Catalog:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
-        """Insert or extend a row, adding to `sums`; return the growth, None if another file's."""
+        """Insert or extend a row; add its checksums to `sums`; return the growth or None."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0
@@ -528,7 +528,7 @@ class Catalog:
 
 
 def is_text(path: str) -> bool:
-    """True if a path can be part of a key, that is, encoded; command lines may have any bytes."""
+    """True if a path can be part of a key: the arguments of a command may be invalid UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -537,7 +537,7 @@ def is_text(path: str) -> bool:
 
 
 def key_ranges(path: str) -> list[KeyRange]:
-    """The ranges of the keys at a path and below it; all keys for "", none for invalid text."""
+    """The ranges of the keys at a path and below it; all keys for "", none for invalid UTF-8."""
     if not is_text(path):
         return []
     # "0" is the character after "/".

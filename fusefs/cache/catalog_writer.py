@@ -79,12 +79,12 @@ class CatalogWriter:
         self._counting = trio.Lock()
 
     def arrived(self, file: CacheFile) -> None:
-        """Write a file's new ranges and checksums with the next batch."""
+        """Schedule a file's new ranges and checksums for the next batch."""
         if file.is_ours:  # else another file has the name's row
             self._dirty[file.name] = file
 
     def used(self, file: CacheFile) -> None:
-        """Write a file's last-use time with the next `touch`."""
+        """Schedule a file's last-use time for the next `touch`."""
         self._used[file.name] = file
 
     def forget(self, file: CacheFile) -> None:
@@ -95,20 +95,20 @@ class CatalogWriter:
         self._quota.uncommitted -= file.unrecorded
 
     def record_again(self, file: CacheFile) -> None:
-        """Write a file's row, which was removed, again with the next batch."""
+        """Schedule a file's row, which was removed, to be written again."""
         file.recorded = 0
         self._quota.uncommitted += file.present.total
         self.arrived(file)
 
     def lost(self, file: CacheFile) -> None:
-        """Remove the row of a file that is gone with the next batch."""
+        """Schedule the removal of the row of a file that is gone."""
         if file.recorded:
             self._changes.append(
                 partial(self._catalog.remove, file.name, file.generation, file.st_ino)
             )
 
     def renamed(self, file: CacheFile, old_name: str) -> None:
-        """Rename the row of a file that was renamed from `old_name` with the next batch."""
+        """Schedule the renaming of the row of a file that was called `old_name`."""
         for files in (self._dirty, self._used):
             if files.get(old_name) is file:
                 files[file.name] = files.pop(old_name)
@@ -126,7 +126,7 @@ class CatalogWriter:
         return sum(not file.recorded and file.present.total > 0 for file in pending)
 
     def retain(self, key: str, name: str) -> None:
-        """Retain the file `name` of a key of the bucket with the next batch."""
+        """Schedule the retention of the file `name` of a key of the bucket."""
         self._retaining[key] = name
 
     @property
@@ -245,7 +245,7 @@ class CatalogWriter:
                 pass
 
     async def sync(self, idle_s: float) -> bool:
-        """Sync some of the files that got no bytes for `idle_s` seconds (safe in a power cut).
+        """Sync some of the files without new bytes for `idle_s` seconds, to survive a power cut.
 
         Returns True if another call may sync more. Calls go through the files by name: each call
         continues where the last one ran out of time, and retries refused files after all others.

@@ -104,7 +104,7 @@ class Download:
         self._waiters: list[tuple[int, trio.Event]] = []
 
     def join(self, keep_used_since: float) -> None:
-        """Add a job: whatever may be evicted for it or an earlier user may be evicted now."""
+        """Add a job; whatever may be evicted for it or for an earlier job may be evicted now."""
         self.keep_used_since = max(keep_used_since, self._kept_since())
 
     def kept_since(self) -> float:
@@ -139,7 +139,7 @@ class Download:
         self.on_end()
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Note a reader's wait for [start, stop); return how many bytes had no reader before."""
+        """Note a reader's wait for [start, stop); return how many bytes none waited for yet."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new

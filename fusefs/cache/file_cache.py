@@ -276,7 +276,7 @@ class FileCache:
             self._catalog_writer.lost(file)
 
     def _let_go(self, file: CacheFile) -> trio.Event | None:
-        """End a file's passthrough registration; the event is set then. None if not registered."""
+        """End a file's passthrough registration; return an event, set at its end, or None."""
         return self._backing.drop(file) if self._backing is not None else None
 
     def _unlink(self, file: CacheFile) -> None:

@@ -72,7 +72,7 @@ class Handover:
         file.is_kept = file.is_ours = file.is_retained = False
 
     def succeed(self, new: CacheFile, taken: CacheFile) -> None:
-        """Put `taken`, a file that was taken out, in place of `new`, for the version of `new`."""
+        """Put `taken`, a file that was taken out, into the cache as the file of `new`'s version."""
         taken.name, taken.size, taken.version = new.name, new.size, new.version
         taken.is_kept = taken.is_ours = True
         taken.is_passed_over = False

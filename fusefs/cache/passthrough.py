@@ -45,7 +45,7 @@ class Registrar(Protocol):
 
 
 class PassthroughFiles:
-    """The backing ids of a mount; `why` is the reason if it is off. Belongs to the event loop."""
+    """The backing ids of a mount; `why` explains `is_on`. Belongs to the event loop."""
 
     registrar: Registrar
 

@@ -58,11 +58,11 @@ class Residency:
         return self._others is not None and name not in self._others
 
     def leave(self, file: CacheFile) -> None:
-        """Note that a file is in use now, or gone, and so no longer one loaded for eviction."""
+        """Remove a file, which is in use now or gone, from the files loaded for eviction."""
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
-        """Load the files of those of these names that the catalog has."""
+        """Load the files with these names, as far as the catalog has them."""
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:

@@ -45,13 +45,13 @@ class UnkeptBuffers:
         return self._under_way + self._kept
 
     def ahead(self, reader: UnkeptReader) -> int:
-        """The number of bytes to download for a read of `reader`, at least."""
+        """The number of bytes to download at least for a read of `reader`."""
         readers = len(self._readers) + (id(reader) not in self._readers)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Reserve `size` bytes in the block, waiting for room; more than the limit if alone."""
+        """Reserve `size` bytes in the block after waiting for room; above the limit only alone."""
         while self.used + size > self.limit and self.used:
             if self._kept:
                 self._drop_oldest()

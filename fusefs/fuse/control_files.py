@@ -185,7 +185,7 @@ class ControlFiles:
 
 
 class _Text:
-    """A plan or list that a program writes; `why`: reason of a refusal, `lock`: for each write."""
+    """A plan or list being written; `why` is the reason if it is refused, `lock` orders writes."""
 
     def __init__(self, ask: Ask, nodeid: int) -> None:
         self.nodeid = nodeid

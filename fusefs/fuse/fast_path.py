@@ -90,7 +90,7 @@ class FastPathReader:
 
     @contextmanager
     def is_settled_first(self) -> Iterator[None]:
-        """Within the block this task may receive; `settle` is called before other tasks run."""
+        """Let this task receive within the block; call `settle` before each other task's step."""
         instrument = _Settling(self, trio.lowlevel.current_task())
         trio.lowlevel.add_instrument(instrument)
         try:
@@ -139,7 +139,7 @@ class FastPathReader:
         return outcome
 
     def settle(self) -> None:
-        """Update Python's tables with the requests that compiled code has answered since."""
+        """Update Python's tables with the requests that compiled code has answered meanwhile."""
         taken = self._compiled.take()
         if taken is None:
             return

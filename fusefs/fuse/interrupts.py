@@ -23,7 +23,7 @@ from fusefs.linux.callers import EXITS, HOLDS, HOLDS_NOT, IS_KILLED, UNKNOWN, WA
 
 GRACE_S = 1.0
 SAVING_GRACE_S = 30.0
-# Between two looks at a process whose request was interrupted.
+# The interval of looks at a process whose request was interrupted.
 LOOK_S = 0.25
 
 _SAVING = (Opcode.FLUSH, Opcode.FSYNC)

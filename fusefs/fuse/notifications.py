@@ -68,7 +68,7 @@ class DeviceNotifications(KernelNotifications):
         """Tell the kernel to drop those of the given nodes that no program uses; returns at once.
 
         The kernel takes no lock that a request could hold (fuse_notify_prune in
-        fs/fuse/dev.c), and then sends FORGET. False if it lacks this (before Linux 6.18).
+        fs/fuse/dev.c), and then sends FORGET. False if the kernel can't (before Linux 6.18).
         """
         ids = struct.pack(f"={len(nodeids)}Q", *nodeids)
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_PRUNE.size + len(ids)

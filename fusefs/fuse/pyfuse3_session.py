@@ -81,7 +81,7 @@ class PyfuseSession:
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """True if the mount outlives this process, which it does not, and the reason."""
+        """False, as the mount does not outlive this process, and the reason."""
         return False, "a mount of the pyfuse3 session ends with its daemon"
 
     async def run(self) -> bool:
@@ -196,7 +196,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             names = await self._result(Opcode.LISTXATTR, nodeid, answer, context.pid)
             return [name.encode() for name in names]
 
-    # Changes; the kernel lets none through on a read-only mount
+    # Changes. On a read-only mount the kernel sends none of them.
 
     @property
     def _mutations(self) -> Mutations:

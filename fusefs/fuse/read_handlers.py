@@ -202,13 +202,13 @@ class ReadHandlers:
         return b""
 
     def _statfs(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-        # A bucket has no end: 2^60 bytes, all of them free.
+        # A bucket has no limit: show 2^60 bytes, all free.
         blocks = 1 << 48
         return protocol.STATFS.pack(
             blocks, blocks, blocks, 1 << 40, 1 << 40, 4096, 255, 4096, 0, bytes(24)
         )
 
-    # What an object has beside its bytes
+    # Links and extended attributes
 
     def _readlink(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
         return self._operations.readlink(nodeid)
@@ -342,7 +342,7 @@ def _joined(names: tuple[str, ...]) -> bytes:
 
 
 def _sized(value: bytes, size: int) -> bytes:
-    """Pack an xattr for a buffer of `size` bytes (0: only the length); OSError if too small."""
+    """Pack an xattr reply for a buffer of `size` bytes (0: length only); OSError if too long."""
     if not size:
         return protocol.GETXATTR_OUT.pack(len(value), 0)
     if len(value) > size:

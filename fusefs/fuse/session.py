@@ -77,7 +77,7 @@ _WANTED = (
     | Init.HAS_RESEND
     | Init.ALLOW_IDMAP
 )
-# Without these the file system would not be what it promises.
+# Flags that the guarantees of the file system depend on.
 _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
 
 _UNMARKED = protocol.UNIQUE_RESEND - 1
@@ -227,7 +227,7 @@ class Session:
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """True if the mount outlives this process, and the reason."""
+        """A pair: True if the mount outlives this process, and the reason why or why not."""
         if self.has_resend:
             return True, "a keeper holds the mount"
         return False, (
@@ -474,7 +474,7 @@ class Session:
     def _reply_fault(self, unique: int) -> None:
         """Answer EIO to a resent request that has raised an unexpected exception.
 
-        It may have ended the previous process the same way, and would end each new one.
+        Such a request may have ended the previous process, and would end each new one.
         """
         logger.exception("a request that was sent again meets a fault")
         self._reply_error(unique, OSError(errno.EIO, "a fault of fusefs"))

@@ -37,7 +37,7 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
 
 
 def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None, float]]:
-    """List the files to try, as (generation, st_ino, ranges, last use); ranges None: as known."""
+    """List the files to try: (generation, st_ino, ranges or None if as in `file`, last use)."""
     candidates: list[tuple[str, int, bytes | None, float]] = []
     if file.generation:
         candidates.append((file.generation, file.st_ino, None, file.used_at))

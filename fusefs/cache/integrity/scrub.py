@@ -30,7 +30,7 @@ REST = 3.0
 
 
 class Scrub:
-    """The scrub of one cache; `pages(size)` yields its files above a size. For the event loop."""
+    """The scrub of one cache; `pages(size)` yields its larger files. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Scrub:
         self._ended: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """The progress as a dict; `state` is "waiting", "under way" or "done", `ended` epoch s."""
+        """The progress; `state` is waiting, under way or done, `ended` in epoch seconds or None."""
         return {
             "state": self._state,
             "done_files": self._done_files,

@@ -43,7 +43,7 @@ class _Begun:
 
 
 class NextFiles:
-    """Fetches the beginnings of next large files ahead, in a mount. Belongs to the event loop."""
+    """Fetches beginnings of a mount's next large files ahead. Belongs to the event loop."""
 
     def __init__(self, downloader: Downloader, cache: FileCache, listing: Listing) -> None:
         self._downloader = downloader

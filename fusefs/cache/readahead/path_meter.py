@@ -86,7 +86,7 @@ class PathMeter:
         return max(LEAST_SHARE, self.width // len(self._readers))
 
     def leaves(self, reader: LargeFileReader) -> None:
-        """End the share of a reader."""
+        """Remove a reader, which needs no share any more."""
         self._readers.pop(reader, None)
 
     def download(self, size: int) -> DownloadMeter:
@@ -153,7 +153,7 @@ class PathMeter:
             self._judge(width, arrived / elapsed_s)
 
     def _judge(self, width: int, brought: float) -> None:
-        """Choose the next width after a full round that `brought` so many bytes per second."""
+        """Choose the next width after a full round of `width`, with `brought` bytes per second."""
         base, base_brought = self._base
         if self._is_trial and brought < GAIN * base_brought:
             self._width, self._is_trial = base, False

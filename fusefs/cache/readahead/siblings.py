@@ -5,7 +5,7 @@ are fetched ahead: first the files after the opened one in the listing, then fro
 start. Once enough such files were opened, the first miss in another folder suffices, and when a
 folder was fetched whole, the next folder is begun.
 
-The number of files fetched ahead and unread is limited by the number of opens, minus files that
+The number of files fetched ahead and unread may grow with the opens, less the files that
 were evicted unread, so a program that reads a few files of a large folder causes little waste. The
 number of parallel downloads follows from the latency: enough to keep the daemon busy. If readers
 wait for more downloads than that, nothing is fetched ahead, as it would make them wait longer.
