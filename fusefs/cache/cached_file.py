@@ -29,7 +29,7 @@ class Rank(enum.IntEnum):
 
 
 class OpenFile(NamedTuple):
-    """A file that a thread has opened; `ranges` is None if it is the file known before.
+    """A file that a thread has opened; `ranges` is None if its `CacheFile` described it already.
 
     `fault` is a wrong checksum or a disk error found when its bytes were compared,
     `sums` are new checksums of bytes that had none, `used_at` the catalog's last-use time.

@@ -139,7 +139,7 @@ class Download:
         self.on_end()
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Note a reader's wait for [start, stop); return how many bytes none waited for yet."""
+        """Count a reader's wait for [start, stop); return how many bytes had no wait before."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new

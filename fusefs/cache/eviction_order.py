@@ -1,4 +1,4 @@
-"""The order of eviction.
+"""The order in which cached files are evicted.
 
 Training reads a data set again and again. If the data set is larger than the cache, LRU evicts each
 file just before its next use; it is better to keep any fixed part of it and let the rest pass
@@ -41,7 +41,7 @@ from fusefs.cache.quota import Quota
 PASSING_SHARE = 1 / 64
 # The share of a full cache for files that were fetched ahead.
 AHEAD_SHARE = 1 / 64
-# Uses of a file count as one while less than this share of the cache is fetched.
+# Two uses of a file count as one if less than this share of the cache was fetched in between.
 ONE_USE = 1 / 64
 
 # The intervals that count: at most this many, and only those that ended while this

@@ -54,7 +54,7 @@ from fusefs.telemetry.stalls import WaitCause, stage
 logger = logging.getLogger("fusefs.cache")
 
 RECORD_EVERY_S = 2.0
-TOUCH_EVERY = 30  # records
+TOUCH_EVERY = 30  # calls of `record` for each call of `touch`
 # A file is synced this long after its last write: a file that is being read for
 # the first time should have the disk for itself.
 SYNC_AFTER_S = 5.0
@@ -276,7 +276,7 @@ class FileCache:
             self._catalog_writer.lost(file)
 
     def _let_go(self, file: CacheFile) -> trio.Event | None:
-        """End a file's passthrough registration; return an event, set at its end, or None."""
+        """End a file's registration for passthrough; return an event set when done, or None."""
         return self._backing.drop(file) if self._backing is not None else None
 
     def _unlink(self, file: CacheFile) -> None:
@@ -351,7 +351,7 @@ class FileCache:
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
     def keep_open(self, file: CacheFile) -> None:
-        """Hold a file that was fetched ahead open, so that compiled code answers its first open."""
+        """Keep a prefetched file open for a while: compiled code can then answer its first open."""
         if file not in self._kept_open:
             self.pin_again(file)
             self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
@@ -391,7 +391,7 @@ class FileCache:
         self.order.arrived(new)
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
-        """Take a pinned file that the kernel reads as complete, whatever its catalog row says."""
+        """Treat a pinned file, which the kernel reads, as complete, whatever the catalog says."""
         found = await trio.to_thread.run_sync(
             self._disk.generation_of, file.name, st_ino, limiter=self._threads
         )

@@ -17,13 +17,13 @@ from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.eviction_order import EvictionOrder
 from fusefs.cache.quota import Quota
 
-# Bits per name, of which three are set: 0.5% of unknown names are taken for known ones.
+# Filter bits per name; each name sets three: 0.5% of unknown names are taken for known ones.
 _BITS = 16
 _LEAST = 1 << 16
 
 
 class Residency:
-    """Loads and unloads the files of a cache, to `most` in memory. Belongs to the event loop."""
+    """Keeps at most `most` unused files of a cache in memory. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Residency:
 class NameFilter:
     """A Bloom filter of at most `capacity` file names, which are 32 hexadecimal digits each.
 
-    It saves a new file a query of the catalog, a third of the time of creating the file.
+    It saves a query of the catalog per new file, a third of the time of creating a file.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -29,7 +29,7 @@ class UnkeptReader(Protocol):
 
 
 class UnkeptBuffers:
-    """The buffers of one mount, of at most `limit` bytes. Belongs to the event loop."""
+    """One mount's buffers for reads past the cache, `limit` bytes at most. For the event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

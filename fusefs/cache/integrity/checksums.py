@@ -5,7 +5,7 @@ boundary of the file. So a sum covers a range [start, stop) of at most a MiB, an
 comparison reads the whole range. Sums of one file may overlap if two mounts have
 downloaded the same range.
 
-The sum is CRC32, which uploads to S3 need as well (store/checksum.py), so that the
+The sum is CRC32, which uploads to S3 compute as well (store/checksum.py), so that the
 sum of an uploaded file is known already.
 """
 
