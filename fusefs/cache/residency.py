@@ -23,7 +23,7 @@ _LEAST = 1 << 16
 
 
 class Residency:
-    """Keeps at most `most` unused files of a cache in memory. Belongs to the event loop."""
+    """Loads files of a cache, and unloads unused ones above `most`. Belongs to the event loop."""
 
     def __init__(
         self,
