@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusefs.posix.directory.walk import Walk
 
 
-# Where the generations of each new one begin: no two directories ever have the same.
+# The first generations of new directories, far apart: no two directories ever share one.
 _GENERATIONS = count(0, 1 << 32)
 
 
@@ -25,29 +25,29 @@ _GENERATIONS = count(0, 1 << 32)
 class Directory:
     """The segments of one directory, in order and disjoint.
 
-    `generation` changes with everything that a stream might show differently. `most_s` is the
-    metadata TTL of its pages. `changed` is when it changed last, as far as is known, and
-    `doubted` when there was a sign of that, or a change of our own: what was requested before is
-    not relied on (freshness.py). Times are seconds of the monotonic clock.
+    `generation` grows with each change that a stream may show. `most_s` is the metadata TTL
+    of its pages. `changed` is the time of the last known change. At `doubted` a sign of a change,
+    or a change of our own, came last: pages that were requested before are not relied on
+    (freshness.py). Times are seconds of the monotonic clock.
     """
 
     prefix: str
     most_s: float = math.inf
     changed: float = -math.inf
     doubted: float = -math.inf
-    # Until when names of it have been relied on, as far as is known.
+    # The latest time until which names of the directory are relied on.
     relied_until: float = math.inf
     segments: list[Segment] = field(default_factory=list)
-    # By the position where a page under way starts.
+    # The pages under way, by their start positions.
     loading: dict[str, trio.Event] = field(default_factory=dict)
     generation: int = field(default_factory=lambda: next(_GENERATIONS))
-    # How many segments it ever got.
+    # The number of segments that were ever added.
     additions: int = 0
-    # The walk that filled it and goes on from here.
+    # The walk that filled the directory; its next page is loaded when a stream reads this one.
     walk: Walk | None = None
 
     def behind(self, position: str) -> Segment | None:
-        """The segment that tells what comes next behind a position."""
+        """The segment with the entries right behind a position; None if that is not known."""
         index = bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
         if index < 0:
             return None
@@ -55,7 +55,7 @@ class Directory:
         return segment if segment.stop is None or position < segment.stop else None
 
     def holding(self, name: str) -> Segment | None:
-        """The segment that tells whether there is something under a name."""
+        """The segment within which a name lies, whether it exists or not; None if unknown."""
         position = names.position(name)
         # A segment that starts exactly at the position does not hold it.
         index = bisect_left(self.segments, position, key=lambda segment: segment.start) - 1
@@ -64,7 +64,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """Doubt a name in what a segment left over for the next one: that may be old."""
+        """Mark a name as unknown in the `pending` files of segments, which may be outdated."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:
@@ -73,7 +73,7 @@ class Directory:
                 segment.pending[name] = None
 
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Put a segment in; return those that it covers, and it with their parts outside it."""
+        """Add a segment; return the segments it replaces, and those added: it and their rests."""
         gone = [old for old in self.segments if old.overlaps(new)]
         shown = [(old.start, old.stop, old.entries) for old in gone]
         if gone and shown != [(new.start, new.stop, new.entries)]:
@@ -92,7 +92,7 @@ class Directory:
         return gone, come
 
     def is_complete(self, now: float) -> bool:
-        """True if every name of the directory is known and relied on."""
+        """True if all names of the directory are known, and relied on at `now`."""
         at: str | None = ""
         for segment in self.segments:
             if at is None or segment.start > at or segment.doubtful:
@@ -103,7 +103,7 @@ class Directory:
         return at is None
 
     def has_other(self, name: str, now: float) -> bool:
-        """True if the bucket has something beside one name, as far as is known and valid."""
+        """True if a valid segment has another entry than `name` that the bucket has."""
         return any(
             other != name and is_stored(entry)
             for segment in self.segments

@@ -1,15 +1,15 @@
-"""Freshness: for how long the answer of a LIST is relied on, as NFS does with attributes.
+"""Freshness: the time for which a LIST page is relied on, as NFS does with attributes.
 
-What has changed lately is looked at again soon, what has been still for long is
-believed longer. One rule, `belief_s`, decides for a page; listings.py remembers when
-a directory changed last, as far as this node can tell: by the Last-Modified of its
-objects, by a page that differs from the one before, by an ETag that a GET did not find.
+A page of a directory that changed recently expires soon, and a page of one that has not
+changed for long is used longer. `belief_s` computes this time, the page's *belief*;
+listings.py remembers when a directory changed last, as far as this node can tell: by its
+objects' Last-Modified, a page that differs from the one before, an ETag that a GET missed.
 
-A page is relied on in two ways. Names that it has are shown, with their attributes, for
-a second at least, so that `ls -l` costs one LIST. To open a file, to tell that a name is
-missing, and to begin to list the directory, it is good for its belief alone, which is
-nothing while others change the directory: each such question asks the bucket anew then.
-A program that makes file after file asks for each name before it makes it, and is told
+A page is used in two ways. Its names are shown, with their attributes, for at least a
+second, so that `ls -l` costs one LIST. To open a file, to tell that a name is missing, and
+to begin to list the directory, a page is used only for its belief, which is 0
+while others change the directory: then each such question asks the bucket anew.
+A program that creates file after file looks each name up before; it is answered
 from a page of up to a second ago (`Creations`).
 """
 
@@ -17,30 +17,31 @@ from __future__ import annotations
 
 import math
 
-# The first belief. Also for how long names that exist are shown, and missing ones believed.
+# The first belief. Also the least time for which names are shown, and the most for which a
+# missing name is relied on.
 FIRST_S = 1.0
-# After a change by somebody else nothing is relied on for so long: whoever writes a checkpoint
-# writes several files, and those that wait for it look at once when they are told.
+# For this long after a change by another client nothing is relied on: a checkpoint consists of
+# several files, and programs that wait for it look as soon as they are notified.
 HOT_S = 10.0
-# Where nothing tells of a change, and after one of this mount, a directory counts as changed so
-# long ago: neither just now, nor for long still.
+# If no change is known, and after a change by this mount, a directory counts as changed this long
+# ago: neither just now, nor long ago.
 QUIET_S = 2 * HOT_S
-# What was modified longer ago than this is believed from the first look on for as long as it may:
-# an epoch over a data set costs no more requests than with one fixed time.
+# A directory whose last change is older than this is relied on for the whole metadata TTL at
+# once: an epoch over a data set costs no more requests than with a fixed time.
 STILL_S = 3600.0
-# Files made in a row, with pauses of less than this after what was done before, by which a program
-# is known to make many. To ask for each would nearly double the time and the requests of a small
-# file, which is one PUT. Where nodes wait for each other the pause is longer: what the other one
-# does takes several requests.
+# A program counts as creating many files after this many in a row, with shorter pauses than this
+# after each. A LIST for each would nearly double the time and the requests of a small file, which
+# is one PUT. If nodes wait for each other the pauses are longer, as the other node's work takes
+# several requests.
 MANY = 8
 LONGEST_PAUSE_S = 0.1
 
 
 def belief_s(still_s: float, before_s: float, most_s: float) -> float:
-    """Seconds for which a page is relied on from when it was requested.
+    """Seconds, from its request, for which a page is relied on.
 
-    `still_s` is for how long the directory has been unchanged by then, `before_s` the belief
-    of the page before if this one shows no change, else 0, and `most_s` the metadata TTL.
+    `still_s` is the time since the directory's last change, `before_s` the belief of the
+    previous page if this one shows no change, else 0, and `most_s` the metadata TTL.
     """
     if math.isinf(most_s):
         return most_s
@@ -52,19 +53,19 @@ def belief_s(still_s: float, before_s: float, most_s: float) -> float:
 
 
 class Creations:
-    """The files that programs of this mount have made one after the other."""
+    """Counts the files that programs of this mount create one after the other."""
 
     def __init__(self) -> None:
         self._count = 0
         self._latest = -math.inf
 
     def note(self, now: float, *, is_new: bool) -> None:
-        """A file was made (`is_new`), or got into the bucket; in seconds of the monotonic clock."""
+        """Note that a file was created (`is_new`), or another change, at this monotonic time."""
         if now - self._latest >= LONGEST_PAUSE_S:
             self._count = 0
         self._count += is_new
         self._latest = now
 
     def are_many(self, now: float) -> bool:
-        """True if a name that is asked for is probably that of the next file to be made."""
+        """True if a name that is looked up now is probably about to be created."""
         return self._count >= MANY and now - self._latest < LONGEST_PAUSE_S

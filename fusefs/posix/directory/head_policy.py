@@ -1,23 +1,23 @@
 """Decides which objects need no HEAD.
 
-Listings carry no user metadata, and a HEAD for each file costs as much as reading it.
-Most buckets were filled by programs that keep none. So a few objects of a directory are
-asked for (`SAMPLE`, head_cache.py), among them the smallest and the youngest: a symbolic link
-is the smallest, and what was changed is the youngest. If these have no attributes, the others
-are assumed to have none, and so are those of the directories beside it whose objects are of
-the same time: a data set is uploaded at one time, by one program. After EXPERIENCE objects
-in a row without any, of whatever directories, one is enough.
+Listings have no user metadata, and a HEAD for each file costs as much as reading it.
+Most buckets were filled by programs that write no attributes. So HEADs are sent for a few
+objects of a directory (`SAMPLE`, head_cache.py), including the smallest and the youngest: a
+symbolic link is small, and a changed object is young. If these have no attributes, the other
+objects are assumed to have none, and so are those of sibling directories whose objects have
+the same times: a data set is uploaded at one time, by one program. After EXPERIENCE objects
+in a row without attributes, in any directories, a sample of one is enough.
 
-What makes that safe enough: one object with attributes ends it for its directory, and for
-those beside it; an object that is younger than those without has its HEAD; and nothing is
-assumed of a directory in which this mount, or an earlier one with its cache, changed something.
-Before anything is changed, its object always has its HEAD.
+This is safe enough because one object with attributes ends the assumption for its directory
+and its siblings; an object that is younger than those without gets its HEAD; and nothing is
+assumed of a directory in which this mount, or an earlier one with its cache, made a change.
+Before attributes are changed, the object always gets its HEAD.
 
-A read-only mount is for data sets of many files, so it asks less: the two objects alone, and
-where nothing is known only for what may be a symbolic link by its size. Attributes that are
-what the mount shows anyway, times aside, count as none, but then it takes a sample to decide.
-What was assumed wrongly shows when the object is read, or when a program may not do what it
-wants to (head_cache.py).
+A read-only mount is for data sets of many files, so it sends fewer HEADs: of those two objects,
+and without a sample only of files small enough to be a symbolic link. Attributes that equal
+the mount's defaults, times aside, count as none, but then a full sample has to decide.
+A wrong assumption shows when the object is read, or when a program is denied access
+(head_cache.py).
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ SAMPLE = 16
 EXPERIENCE = 128
 # The smallest object of a directory, and the youngest.
 READ_ONLY_SAMPLE = 2
-# How much younger an object may be than those without attributes, and of the directories beside
-# theirs how much older, in nanoseconds.
+# How much younger an object may be than those without attributes, and how much older in a
+# sibling directory, in nanoseconds.
 SAME_TIME_NS = 600 * 10**9
 # Directories that are remembered, at about 200 bytes for each.
 MOST_DIRECTORIES = 100_000
-# With more of them on record, nothing is assumed.
+# With more changed directories recorded, nothing is assumed.
 MOST_CHANGED = 20_000
 
 
 @dataclass(slots=True)
 class _Directory:
-    """The knowledge of one directory's objects, or of those of all directories of one parent."""
+    """The known facts about one directory's objects, or about all directories of one parent."""
 
     without: int = 0
     oldest_ns: float = math.inf
     youngest_ns: int = 0
     has_attributes: bool = False
-    # An object has attributes which the mount shows anyway.
+    # An object has attributes that equal the mount's defaults.
     has_usual: bool = False
 
 
 class Assumed(NamedTuple):
-    """Up to which Last-Modified the objects of a directory are assumed to have no attributes.
+    """The Last-Modified up to which a directory's objects are assumed to have no attributes.
 
-    In ns since the epoch: for what may be a symbolic link, and for all else.
+    In ns since the epoch; `links` is for objects that may be symbolic links by their size.
     """
 
     links: float
@@ -74,28 +74,28 @@ class Assumed(NamedTuple):
 class HeadPolicy:
     """The assumptions about the objects of one bucket. Belongs to the event loop.
 
-    The directories that were changed are on `record`, a file of the cache that is read
-    once, by the next mounts; without one they are known to this mount alone.
+    The changed directories are written to `record`, a file of the cache that each mount reads
+    at its start; if it is None, only this mount knows them.
     """
 
     def __init__(self, record: Path | None = None, *, is_read_only: bool = False) -> None:
-        # See the module's text.
+        # True if fewer HEADs are sent, as explained above.
         self.asks_less = is_read_only
         self._record = record
         self._directories: OrderedDict[str, _Directory] = OrderedDict()
-        # The directories of which samples were asked for, together for each parent.
+        # By parent: the facts about all its directories that were sampled.
         self._alike: OrderedDict[str, _Directory] = OrderedDict()
         self._without_in_a_row = 0
         self._changed = _read(record) if record is not None else set()
-        # Nothing is assumed any more.
+        # True once too many directories were changed.
         self._assumes_nothing = len(self._changed) > MOST_CHANGED
 
     def has_no_attributes(self, prefix: str, modified_ns: int) -> bool:
-        """True if an object with this Last-Modified (0: a marker) is assumed to have none."""
+        """True if an object with this Last-Modified (0: a marker) is assumed to lack attributes."""
         return modified_ns <= self.no_attributes_until(prefix)
 
     def assumed(self, prefix: str) -> Assumed:
-        """The assumptions about the objects of a directory."""
+        """The times up to which a directory's objects are assumed to have no attributes."""
         until = self.no_attributes_until(prefix)
         says_something = self.has_attributes(prefix) or (until < 0 and self.has_usual(prefix))
         return Assumed(until, until if says_something or not self.asks_less else math.inf)
@@ -106,12 +106,12 @@ class HeadPolicy:
         return directory is not None and directory.has_attributes
 
     def has_usual(self, prefix: str) -> bool:
-        """True if objects of a directory have attributes, and none but what is shown anyway."""
+        """True if objects of a directory have attributes, all equal to the mount's defaults."""
         directory = self._directories.get(prefix)
         return directory is not None and directory.has_usual and not directory.has_attributes
 
     def no_attributes_until(self, prefix: str) -> float:
-        """Last-Modified (ns) up to which objects are assumed to have none; -inf: no object."""
+        """Last-Modified (ns) up to which objects are assumed to lack attributes; -inf: never."""
         directory = self._directories.get(prefix)
         if directory is None or directory.has_attributes or directory.without < self._enough():
             return -math.inf
@@ -122,7 +122,7 @@ class HeadPolicy:
     def observe(
         self, prefix: str, modified_ns: int, *, has_attributes: bool, has_usual: bool = False
     ) -> None:
-        """Note that an object's HEAD had attributes, or (`has_usual`) only what is shown anyway."""
+        """Note if an object's HEAD had attributes, or (`has_usual`) only the mount's defaults."""
         directory = _entry(self._directories, prefix)
         if has_attributes:
             directory.has_attributes = True
@@ -136,7 +136,7 @@ class HeadPolicy:
         self._without_in_a_row += 1
 
     def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
-        """Decide after a sample of `asked` files, given the times of all; True: no attributes."""
+        """Decide after HEADs of `asked` files, given all files' times; True: no attributes."""
         directory = _entry(self._directories, prefix)
         if directory.has_attributes:
             return False
@@ -149,7 +149,7 @@ class HeadPolicy:
         return True
 
     def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
-        """Decide for a directory by those beside it; False if it takes a sample of its own."""
+        """Decide for a directory by its siblings; False if it needs a sample of its own."""
         alike = self._alike.get(parent_of(prefix)) if prefix and modified_ns else None
         if alike is None or alike.has_attributes or alike.without < self.sample_size:
             return False
@@ -162,7 +162,7 @@ class HeadPolicy:
         return True
 
     def is_undecided(self, prefix: str) -> bool:
-        """True if a sample of a directory could spare the HEADs of its other objects."""
+        """True if a sample of a directory could save the HEADs of its other objects."""
         directory = self._directories.get(prefix)
         if self._assumes_nothing or prefix in self._changed:
             return False
@@ -171,12 +171,12 @@ class HeadPolicy:
         )
 
     def is_new(self, prefix: str) -> bool:
-        """True if no object of a directory was looked at."""
+        """True if nothing is known about a directory's objects."""
         return prefix not in self._directories
 
     @property
     def sample_size(self) -> int:
-        """Number of a directory's objects to look at before the others are decided for."""
+        """The number of HEADs that decide for a directory's other objects."""
         return READ_ONLY_SAMPLE if self.asks_less else self._enough()
 
     def _enough(self) -> int:
@@ -190,15 +190,15 @@ class HeadPolicy:
         return _entry(self._alike, parent_of(prefix))
 
     def moved(self, old: str, new: str) -> None:
-        """A directory was renamed, with all that is below it."""
+        """Note that a directory was renamed, with everything below it."""
         for prefix in [known for known in self._directories if known.startswith((old, new))]:
             del self._directories[prefix]
-        self._beside(new).has_attributes = True  # it may have brought some
+        self._beside(new).has_attributes = True  # the renamed objects may have some
         for prefix in [known for known in self._changed if known.startswith(old)]:
             self.changed(new + prefix[len(old) :])
 
     def changed(self, prefix: str) -> None:
-        """This mount has written something into a directory."""
+        """Note, and record, that this mount has changed an entry of a directory."""
         if prefix in self._changed or self._assumes_nothing:
             return
         self._changed.add(prefix)
@@ -238,5 +238,5 @@ def _read(record: Path) -> set[str]:
         try:
             changed.add(str(json.loads(line)))
         except ValueError:
-            continue  # cut off by the end of a process
+            continue  # the last line of a killed process may be incomplete
     return changed

@@ -1,18 +1,17 @@
-"""Listings: what is known of the names in a directory, and how long it is relied on.
+"""Listings: the known names of directories, from LIST pages, with their times of validity.
 
-A lookup in a directory of which nothing is known asks for the page that starts
-at that name, and thus learns of up to a thousand neighbours for the price of
-one; a directory stream reads page after page. Pages are kept as segments,
-which segment.py explains. freshness.py has for how long each is relied on; what was
-relied on for its time is requested again by the same page, which answers for all its names.
+A lookup in an unknown directory requests the page that starts at the name, and so
+gets up to a thousand neighbours for the price of one; a directory stream reads page
+after page. Pages are kept as segments, which segment.py explains. freshness.py decides
+for how long a page is relied on; after that, the same page is requested again, which
+answers for all its names.
 
 Two things are fetched ahead: the page behind the one that a stream is reading,
 and whole folders when a program walks from one to the next (walk.py).
 
-Segments are kept until they are out of date, and dropped when all of them
-together hold too many entries, those first that were not used for longest; a
-directory is known as long as it has segments or is in use. While a directory stream is open
-it goes on believing what was current when it was opened.
+If all segments together hold too many entries, the least recently used ones are
+dropped; a directory is kept as long as it has segments or is in use. An open directory
+stream uses pages that were valid when it was opened.
 
 Everything here belongs to the event loop.
 """
@@ -54,18 +53,18 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 __all__ = ["ABSENT", "Absent", "Directories", "Directory", "Entry", "Segment"]
 
-# About 560 bytes each: 110 MB when full, a hundred times a usual data set's folder. Less
-# memory holds fewer (settings/memory.py).
+# An entry takes about 560 bytes, so this is 110 MB, a hundred times a usual data set's folder.
+# With less memory the limit is lower (settings/memory.py).
 MAX_ENTRIES = 200_000
 
 
-# Names of a segment that is requested again as it was; a page has no more.
+# A segment with at most this many names is requested again as one page.
 _MOST_AGAIN = 1000
 
-# For how long what is out of date may be carried on: also with a TTL of 0 the pages of a stream
-# follow each other.
+# For how long `Segment.pending` may be used for the next page, even if the segment has expired:
+# with a TTL of 0, too, the pages of a stream follow each other.
 CARRIED_S = 10.0
-# What a segment and its directory take is that of so many entries.
+# A segment and its directory take as much memory as this many entries.
 _SEGMENT_SIZE = 2
 
 
@@ -74,13 +73,13 @@ def _size_of(segment: Segment) -> int:
 
 
 class Directories:
-    """The known part of all directories; see the module's text.
+    """The known parts of all directories, as explained above.
 
-    `ttl` is for how many seconds the listings of a path are relied on at most (`math.inf`: for
-    ever); what is fetched ahead runs in `nursery`. `inodes` are what was told of them: they are
-    doubted where something was changed, and names were relied on. `most_entries` are kept of all
-    listings together.
-    Whoever waits for the bucket gets a StoreError where it could not tell.
+    `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for
+    ever); requests ahead run in `nursery`. When a directory turns out to have changed, its
+    nodes in `inodes` are doubted: their next opens ask the bucket. All listings together keep
+    `most_entries`.
+    Methods that request a listing raise StoreError if that fails.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Directories:
         self._inodes = inodes
         self._ttl = ttl
         self._most_entries = min(most_entries, MAX_ENTRIES)
-        # Until then an earlier process' requests may take effect; in monotonic seconds.
+        # Until this time (monotonic s) requests of an earlier process may still take effect.
         self._certain_from = time.monotonic() + store.unanswered.unsettled_s
         self.head_policy = head_policy or HeadPolicy()
         self.hidden = HiddenKeys()
@@ -104,9 +103,9 @@ class Directories:
         self._store = store
         self.nursery = nursery
         self._walks = Walks(store, nursery, self.pending_changes, self._fill, inodes.prefix)
-        # A bucket may have millions: those in use, and those of segments below.
+        # Only the directories in use, and those with segments: a bucket may have millions.
         self._known: WeakValueDictionary[str, Directory] = WeakValueDictionary()
-        # All segments, those looked up or listed last at the end, for dropping the first.
+        # All segments, the most recently used one last, for dropping the first.
         self._by_use: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
         self._entries = 0
 
@@ -121,7 +120,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The entry known of a name, with its time; None if that takes a request (freshness.py)."""
+        """The known entry of a name, with its time of validity; None if a request is needed."""
         here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -137,17 +136,17 @@ class Directories:
         return known if is_young and is_made else None
 
     def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """As `lookup_now`, of what is relied on alone."""
+        """As `lookup_now`, but None if the answer is only shown and not relied on."""
         known = self.lookup_now(directory, name)
         return known if known is not None and known[1] > time.monotonic() else None
 
     async def lookup(
         self, directory: Directory, name: str, *, is_opened: bool = False
     ) -> tuple[Entry | Absent, float]:
-        """The entry of a name, and until when that is relied on.
+        """Look up a name; return its entry, and the monotonic time until which that is relied on.
 
-        An answer of the bucket that came for this lookup is relied on until after its beginning
-        at least. A name that `is_opened` is told from nothing older that is merely shown.
+        If the bucket was asked, that time is after the begin of this call at least. With
+        `is_opened` older answers that are only shown, and not relied on, are not used.
         """
         began = time.monotonic()
         for _ in range(3):
@@ -156,7 +155,7 @@ class Directories:
                 return known
             await self._load_around(directory, name)
             segment = directory.holding(name)
-            # It may be out of date at once, but is newer than the question.
+            # The answer may have expired already, but is newer than the question.
             if segment is not None and segment.fetched >= began:
                 known = segment.answer(name)
                 if known is not None:
@@ -177,10 +176,10 @@ class Directories:
         valid_since: float,
         expect: Expect = lambda _prefix, _segment: None,
     ) -> Segment:
-        """The segment that tells what comes behind a position of a directory stream.
+        """Return the segment with the entries behind a position, for a directory stream.
 
-        Segments that were still relied on at `valid_since` will do. `expect` is called with the
-        directories that a program is about to walk through.
+        A segment is used if it was still relied on at `valid_since`. `expect` is called with the
+        directories that a program will probably walk through, and their segments.
         """
         while True:
             segment = self.segment_now(directory, position, valid_since, expect)
@@ -190,7 +189,7 @@ class Directories:
                 known_before = directory.additions
                 await self._walks.step(directory.prefix, expect)
                 if directory.additions != known_before:
-                    continue  # a walk that leads there had something of it
+                    continue  # the walk has filled the directory
             event = directory.loading.get(position)
             if event is not None:
                 with stage(WaitCause.METADATA):
@@ -205,7 +204,7 @@ class Directories:
     def segment_now(
         self, directory: Directory, position: str, valid_since: float, expect: Expect
     ) -> Segment | None:
-        """As `segment_behind`, if it is there already."""
+        """As `segment_behind`, without waiting; None if a request is needed."""
         segment = directory.behind(position)
         if segment is None or segment.doubtful or _valid_until(segment) <= valid_since:
             return None
@@ -221,11 +220,11 @@ class Directories:
         return segment
 
     async def look_again(self, directory: Directory) -> Segment:
-        """The first segment of a directory as the bucket has it now."""
+        """Request the first segment of a directory anew."""
         return await self._load(directory, "", resolve_doubts=True)
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
-        """A newer answer than the listing's: a HEAD of one file."""
+        """Correct a listing after an answer about one file (`info`; None: unknown, or gone)."""
         directory.doubt_carried(name)
         self._note_change(directory, is_ours=False)
         segment = directory.holding(name)
@@ -235,13 +234,13 @@ class Directories:
         if info is not None and name in segment.entries:
             segment.entries[name] = info
         else:
-            # Whether something else is there now, only a listing can tell.
+            # Only a new listing can tell if the name has another entry now.
             segment.distrust()
 
     def changed(
         self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool = False
     ) -> None:
-        """This mount has changed what there is under a name; `lasting` if the bucket lacks it."""
+        """Note that this mount changed the entry of a name; `lasting`: the bucket lacks it yet."""
         directory = self.get(prefix)
         if not isinstance(entry, Absent):
             self.head_policy.changed(prefix)
@@ -260,7 +259,7 @@ class Directories:
             self._entries += _size_of(segment) - before
 
     def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
-        """Rely on no page that is here: the directory was changed, by this mount or another."""
+        """Stop relying on a directory's pages, as this mount or another one has changed it."""
         if math.isinf(directory.most_s):
             return
         now = time.monotonic()
@@ -274,27 +273,27 @@ class Directories:
             self._inodes.doubt(directory.prefix)
 
     def left(self, key: str) -> None:
-        """The bucket is without an object that this mount has removed before."""
+        """Note that an object which this mount removed is deleted in the bucket now."""
         self.pending_changes.leaving.discard(key)
         prefix, name = names.split_key(key)
         if isinstance(self.pending_changes.get(prefix, name), Absent):
             self.changed(prefix, name, ABSENT)
 
     def has_other(self, prefix: str, name: str) -> bool:
-        """True if the bucket is known to have something in a directory beside one name."""
+        """True if the bucket is known to have another entry than `name` in a directory."""
         directory = self._known.get(prefix)
         if directory is not None and directory.has_other(name, time.monotonic()):
             return True
         return self.pending_changes.has_replacements(prefix, without=name)
 
     def made(self, prefix: str) -> None:
-        """This mount has made a directory: nothing is in it."""
+        """Note that this mount has created a directory, which is empty."""
         directory = self.get(prefix)
         segment = Segment("", None, {})
         self._put(directory, segment, time.monotonic())
 
     def moved(self, old: str, new: str) -> None:
-        """This mount has renamed a directory: nothing that listings had of it holds."""
+        """Note that this mount has renamed a directory: its listings are not used any more."""
         self.head_policy.moved(old, new)
         self.pending_changes.move(old, new)
         for directory in list(self._known.values()):
@@ -313,11 +312,11 @@ class Directories:
         return segment
 
     async def _load_around(self, directory: Directory, name: str) -> None:
-        """Load the page that held a name, or else starts at it; or wait for one that may hold it.
+        """Load the page that held a name, or one that starts at it, or wait for one under way.
 
-        Of a directory that nothing is known of, that is the first page, which
-        mostly is all; otherwise names that come in shuffled order would cost
-        a page for each that is before all earlier ones.
+        In an unknown directory the first page is loaded, which mostly has all names:
+        otherwise names in random order would cost a page for each name that
+        sorts before all earlier ones.
         """
         known = directory.holding(name)
         if known is not None and name not in known.doubtful and len(known.entries) <= _MOST_AGAIN:
@@ -340,8 +339,8 @@ class Directories:
                 prefix, after = directory.prefix, start_after(directory.prefix, start)
                 page = await self._store.list_page(prefix, start_after=after)
                 if page.next_token is not None and page.last == prefix:
-                    # The folder's own marker and no more: a listing from there on would not get
-                    # further.
+                    # The page has only the folder's own marker, and the next page would start
+                    # at the same position again.
                     page = await self._store.list_page(prefix, start_after=prefix)
                 segment = self._absorb(directory, start, page, min(page.listed_at, began))
             if resolve_doubts and segment.doubtful:
@@ -353,26 +352,26 @@ class Directories:
             event.set()
 
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
-        """Make a segment of a page and put it in its place."""
+        """Make a segment of a page, and add it to the directory."""
         carried = None
         for before in directory.segments:
             if before.stop == start and fetched < max(before.expires, before.fetched + CARRIED_S):
-                carried = before.pending  # what the segment in front has left over, of late
+                carried = before.pending  # the files left over by the segment in front
         segment = segment_from(page, directory.prefix, start, carried, self.hidden)
         self._put(directory, segment, fetched)
         return segment
 
     def _put(self, directory: Directory, segment: Segment, fetched: float) -> None:
-        """Put a new segment, which was requested at `fetched`, in its place."""
+        """Add a new segment, requested at `fetched`, with this mount's changes merged in."""
         segment.fetched, segment.expires = fetched, math.inf
         self.pending_changes.apply(directory.prefix, segment)
         self._doubt_undone(directory.prefix, segment)
-        if segment.expires:  # nothing speaks against it
+        if segment.expires:  # the segment was not distrusted
             self._date(directory, segment)
         self._add(directory, segment)
 
     def _doubt_undone(self, prefix: str, segment: Segment) -> None:
-        """Have names asked for alone whose objects a late request may have undone."""
+        """Mark names whose objects a late request may have undone as doubtful."""
         for expected in self._store.unanswered.expected_below(prefix):
             name = expected.key[len(prefix) :]
             listed = segment.entries.get(name, ABSENT)
@@ -385,12 +384,12 @@ class Directories:
                 segment.doubtful.add(name)
 
     def _date(self, directory: Directory, segment: Segment) -> None:
-        """Set until when a new segment is relied on, and shown."""
+        """Set the times until which a new segment is relied on, and shown."""
         fetched = segment.fetched
         older = [known for known in directory.segments if known.overlaps(segment)]
         before = 0.0
         if not older:
-            # Seen for the first time: as old as its files say.
+            # First seen now: the youngest file tells when the directory was changed.
             times = [entry.mtime_ns for entry in segment.entries.values() if entry is not None]
             still_s = QUIET_S
             if times:
@@ -427,7 +426,7 @@ class Directories:
             self._entries -= _size_of(oldest)
 
     async def _look_up_doubtful(self, directory: Directory, segment: Segment) -> None:
-        """Ask for the names that a segment can't answer for."""
+        """Request each doubtful name of a segment by itself."""
         files = {}
         for name in sorted(segment.doubtful):
             found, _ = await self.lookup_by_name(directory, name)
@@ -435,11 +434,11 @@ class Directories:
                 files[name] = found
         before = len(segment.entries)
         segment.resolve_doubts(files)
-        if id(segment) in self._by_use:  # it may have been dropped meanwhile
+        if id(segment) in self._by_use:  # the segment may have been dropped meanwhile
             self._entries += len(segment.entries) - before
 
     async def lookup_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
-        """Ask for one name alone: as a directory and, if it is none, as a file."""
+        """Request one name by itself: as a directory by a LIST, then as a file by a HEAD."""
         expires = self._until(time.monotonic(), belief_s(QUIET_S, 0.0, directory.most_s))
         key = directory.prefix + name
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
@@ -449,12 +448,12 @@ class Directories:
         with suppress(NotFoundError):
             found = await self._store.head(key)
         if self._store.unanswered.has_undone(key, found):
-            # It is put back soon, and shown meanwhile.
+            # The object will be put back soon, and is shown meanwhile.
             expected = self._store.unanswered.expected_below(key)
             found = next((info for info in expected if info.key == key), None)
         return found or ABSENT, expires
 
 
 def _valid_until(segment: Segment) -> float:
-    """Until when a directory stream that begins may have a segment."""
+    """The time until which a directory stream may begin to use a segment."""
     return min(segment.expires, segment.sure_until)

@@ -1,12 +1,11 @@
-"""Names that this mount has changed, laid over what listings tell.
+"""This mount's own changes of names, which are merged into listings.
 
-A file that is being written is in no listing until it is uploaded: its name
-*lasts* until it has landed. And a LIST that was under way during a change does
-not know it yet, so every change is known by its name for as long as such a listing
-may come in: the listings that are under way are counted. Of changes before them the
-latest are known by name as well. Of what was forgotten it is known which directory it
-was in and when, and a listing from before that is not used; nor is one that was under
-way while a directory was renamed.
+A file that is being written is in no listing until it is uploaded: its change
+*lasts* until the upload has landed. A LIST that was under way during a change may lack
+the change, so every change is kept by its name as long as such a LIST is under way
+(they are counted). The latest older changes are kept by name as well. For forgotten
+changes only the directory and the time are kept: a listing from before that time is not
+used, nor is a listing that was under way while the directory was renamed.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from fusefs.store.interface import ObjectInfo
 
 Kept = TypeVar("Kept")
 
-# What is older is forgotten also where a listing is under way.
+# Older changes are forgotten even while a listing is under way.
 KEPT_S = 300.0
-# Changes that are known by name where no listing needs them: 6 MB.
+# The most changes kept by name that no listing under way needs: 6 MB.
 MOST_KEPT = 20_000
-# Prefixes of which it is known for longer when something in them was changed.
+# The most prefixes for which the time of the last forgotten change is kept.
 MOST_FORMER = 4096
 
 
@@ -46,25 +45,26 @@ class PendingChanges:
     """The changes of all directories. Times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
-        # By prefix and name; those that last, and those of late with their times.
+        # By prefix and name: the changes that last, and the recent ones with their times.
         self._lasting: dict[str, dict[str, Entry | Absent]] = {}
         self._recent: dict[str, dict[str, tuple[Entry | Absent, float]]] = {}
-        self._order: deque[tuple[float, str, str, bool]] = deque()  # and whether the bucket has it
-        # When each listing that is under way was begun.
+        # Time, prefix, name, and whether the bucket has the change; the oldest first.
+        self._order: deque[tuple[float, str, str, bool]] = deque()
+        # The begin of each listing under way.
         self._listings: dict[int, float] = {}
         self._numbers = count()
-        # Of what was forgotten the prefixes, and when each was changed last; the latest at the
-        # end. And when some prefix was changed last of those that are left out.
+        # The time of the last forgotten change by prefix, the latest at the end, and the time
+        # of the last one in any prefix that is not in the table.
         self._former: OrderedDict[str, float] = OrderedDict()
         self._former_others = -math.inf
-        # Prefixes that were renamed, or renamed to.
+        # Old and new prefixes of renames, with their times.
         self._moves: deque[tuple[float, str]] = deque()
-        # Keys of objects that were removed here and that the bucket has still (write/removals.py).
+        # Keys of removed objects that the bucket still has (write/removals.py).
         self.leaving: set[str] = set()
 
     @contextmanager
     def listing(self) -> Iterator[float]:
-        """A listing is under way, from a time until `apply`: what is changed meanwhile is kept."""
+        """Keep all changes while a listing is under way; yields its begin (`Segment.fetched`)."""
         number = next(self._numbers)
         self._listings[number] = time.monotonic()
         try:
@@ -89,11 +89,11 @@ class PendingChanges:
             self._forget_before(min(self._listings.values(), default=now), MOST_KEPT)
 
     def landed(self, prefix: str, name: str) -> None:
-        """The last change of a name is in the bucket by now, and does not last any more."""
+        """Note that the bucket has the last change of a name, which does not last any more."""
         _drop(self._lasting, prefix, name)
 
     def _forget_before(self, oldest: float, most: int = 0) -> None:
-        """Forget what was changed before a time, but for the latest `most` changes."""
+        """Forget the changes before a time, except the latest `most` changes."""
         while len(self._order) > most and self._order[0][0] < oldest:
             at, prefix, name, is_in_bucket = self._order.popleft()
             if is_in_bucket:
@@ -108,22 +108,22 @@ class PendingChanges:
             self._moves.popleft()
 
     def has_forgotten(self, prefix: str, since: float) -> bool:
-        """True if something in a directory was changed since a time that is not known by name."""
+        """True if a change in a directory since this time is not known by name any more."""
         return self._former.get(prefix, self._former_others) >= since
 
     def get(self, prefix: str, name: str) -> Entry | Absent | None:
-        """The change of a name that is only here: ABSENT, or the entry, or None for nothing."""
+        """The lasting change of a name: its entry, ABSENT if removed, None if there is none."""
         return self._lasting.get(prefix, {}).get(name)
 
     def changed_since(
         self, prefix: str, name: str, since: float
     ) -> tuple[Entry | Absent, float] | None:
-        """The change of a name since a `listing` was begun, and its time; None for none."""
+        """The last change of a name since a listing's begin, with its time; None for none."""
         found = self._recent.get(prefix, {}).get(name)
         return found if found is not None and found[1] >= since else None
 
     def removed(self, prefix: str) -> list[str]:
-        """The names in a directory that this mount has removed of late."""
+        """The names in a directory that this mount has removed recently."""
         recent = self._recent.get(prefix, {}).items()
         lasting = self._lasting.get(prefix, {}).items()
         return [name for name, (entry, _) in recent if isinstance(entry, Absent)] + [
@@ -131,11 +131,11 @@ class PendingChanges:
         ]
 
     def has_lasting(self, prefix: str) -> bool:
-        """True if something below a prefix is only here."""
+        """True if there are files below a prefix that the bucket does not have yet."""
         return any(not isinstance(entry, Absent) for _, _, entry in self._lasting_below(prefix))
 
     def has_replacements(self, prefix: str, *, without: str) -> bool:
-        """True if what is only here below a prefix replaces an object, but for one name in it."""
+        """True if lasting entries below a prefix, except the name `without`, replace objects."""
         return any(
             is_stored(entry) and (known, name) != (prefix, without)
             for known, name, entry in self._lasting_below(prefix)
@@ -147,7 +147,7 @@ class PendingChanges:
                 yield from ((known, name, entry) for name, entry in entries.items())
 
     def apply(self, prefix: str, segment: Segment) -> None:
-        """Bring a segment that was just listed up to date."""
+        """Merge this mount's changes into a segment that was just listed, or distrust it."""
         if self.has_forgotten(prefix, segment.fetched):
             segment.distrust()
         for at, moved in reversed(self._moves):
@@ -162,7 +162,7 @@ class PendingChanges:
             put(segment, name, entry)
 
     def move(self, old: str, new: str) -> None:
-        """A directory was renamed; what is only here below it goes along."""
+        """Note the rename of a directory; lasting changes below it get the new prefix."""
         now = time.monotonic()
         for moved in (old, new):
             self._moves.append((now, moved))
@@ -188,7 +188,7 @@ def _drop(changes: dict[str, dict[str, Kept]], prefix: str, name: str) -> None:
 
 
 def put(segment: Segment, name: str, entry: Entry | Absent) -> bool:
-    """Have a segment say what there is under a name; False if it does not hold it."""
+    """Set a name's entry in a segment; False if the name is outside the segment."""
     position = names.position(name)
     if not segment.holds(position):
         return False

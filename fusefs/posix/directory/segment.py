@@ -1,16 +1,16 @@
 """The part of a directory that one LIST page shows.
 
-A *segment* lies between two positions of a directory and names everything
-there is between them, so it answers for the names in it and, just as well, for
-the names that are not. Positions and the order are those of posix/nodes/names.py.
+A *segment* lies between two positions of a directory and has all entries
+between them, so it can tell that a name exists and that it does
+not. Positions and their order are those of posix/nodes/names.py.
 
 A page starts and ends at keys, a segment at positions, and the two differ for
-files: the file `a` stands at position `a/`, after `a-b`, for it has to be
-hidden if the prefix `a/` turns up. Files whose position lies behind the end
+files: the file `a` has the position `a/`, after `a-b`, as it has to be
+hidden if the prefix `a/` exists. Files whose position lies behind the end
 of a page are carried into the next segment (`pending`). A segment that was
-not reached from its neighbour can't know what it would have been carried:
-names that are prefixes of its start, or that itself, at most a few, are `doubtful` and have to
-be requested by name, or are handed on as such if they stand behind its end.
+listed without its neighbour in front lacks the files carried from there: the few
+names that are its start, or prefixes of it, are `doubtful`. They have to be requested by name,
+or are carried on as doubtful if they stand behind the segment's end.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fusefs.store.interface import ListPage, ObjectInfo
 
 logger = logging.getLogger("fusefs.directories")
 
-# Beyond this many, hidden keys are not counted any more.
+# The most hidden keys that are counted.
 MOST_HIDDEN = 100_000
-# So many characters of a key are never too many bytes.
+# A key of at most this many characters is never too long in bytes.
 SURELY_SHORT = names.LONGEST_KEY // 4
 # Greater than any character that is likely in a key, and valid in XML.
 LAST_CHARACTER = "\U0010fffd"
 
 # An entry is a file's ObjectInfo, or None for a directory.
 Entry = ObjectInfo | None
-# Files that sort before the end of a page and stand behind it; None: there may be one.
+# Files with a key before the end of a page and a position behind it; None: such a file may exist.
 Carried = dict[str, ObjectInfo | None]
 
 
@@ -45,12 +45,12 @@ class Absent:
 
 
 ABSENT = Absent()
-# A directory of this name was removed: there is nothing but the file that it hid, if any.
+# The answer for a removed directory: only a file that it hid may exist under the name.
 UNCOVERED = Absent()
 
 
 def is_stored(entry: Entry | Absent) -> bool:
-    """True if what a name stands for is more than a new file that is only here yet."""
+    """True if the bucket has an entry under this name, not only this mount (a new file)."""
     return entry is None or (isinstance(entry, ObjectInfo) and bool(entry.etag))
 
 
@@ -58,17 +58,17 @@ def is_stored(entry: Entry | Absent) -> bool:
 class Segment:
     """All names of a directory at positions in (start, stop].
 
-    `stop` None means up to the end. Times are seconds of the monotonic clock: `expires` is until
-    when names are shown, `sure_until` until when opens, missing names and streams rely on it
-    (freshness.py), which was `belief` seconds from its request on. `hidden` has the
-    files whose names are directories', None where it is not known whether there is one. With
-    `has_hidden` there may be keys that are not shown, these or others.
+    `stop` None is the directory's end. Times are seconds of the monotonic clock: names are shown
+    until `expires`; opens, missing names and streams rely on the segment until `sure_until`,
+    `belief` seconds after its request at `fetched` (freshness.py). `hidden` has the files hidden
+    by directories of the same name, None if it is unknown if there is such a file. `has_hidden`:
+    some keys, these or others, may not be shown.
     """
 
     start: str
     stop: str | None
     entries: dict[str, Entry]
-    pending: Carried | None = field(default_factory=dict)  # None if it is not known
+    pending: Carried | None = field(default_factory=dict)  # None if unknown
     doubtful: set[str] = field(default_factory=set)
     hidden: dict[str, ObjectInfo | None] = field(default_factory=dict)
     has_hidden: bool = False
@@ -85,11 +85,11 @@ class Segment:
         return self.start < other.start
 
     def holds(self, position: str) -> bool:
-        """True if an entry at this position would be in the segment."""
+        """True if this position lies within the segment."""
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
-        """The entry of a name that it holds, and its time; None if it is in doubt."""
+        """The entry of a name within the segment (or ABSENT), and its time; None if doubtful."""
         found = self.entries.get(name, ABSENT)
         if found is ABSENT and name in self.doubtful:
             return None
@@ -102,8 +102,8 @@ class Segment:
         return bisect_right(self.ordered, position, key=names.position)
 
     def resolve_doubts(self, found: dict[str, ObjectInfo]) -> None:
-        """Take in those of the doubtful names that exist."""
-        # What is not in doubt any more has been changed meanwhile.
+        """Add the doubtful names that exist (`found`); no name is doubtful then."""
+        # A name that is not doubtful any more was changed meanwhile.
         self.entries |= {name: info for name, info in found.items() if name in self.doubtful}
         self.ordered = sorted(self.entries, key=names.position)
         self.doubtful = set()
@@ -114,7 +114,7 @@ class Segment:
         )
 
     def differs(self, older: Segment) -> bool:
-        """True if the bucket has changed where both segments tell: a name, its ETag or size."""
+        """True if a name, ETag or size differs between two segments, where both overlap."""
         new, old = self.entries, older.entries
         if (self.start, self.stop) != (older.start, older.stop):
             new = {name: new[name] for name in new if older.holds(names.position(name))}
@@ -133,11 +133,11 @@ class Segment:
         return _content(known) == _content(entry)
 
     def distrust(self) -> None:
-        """Answer nothing any more."""
+        """Make the segment expire now."""
         self.expires = self.sure_until = 0.0
 
     def part(self, start: str, stop: str | None) -> Segment:
-        """This segment's part of a smaller stretch."""
+        """The part of this segment between two positions."""
         low = self.after(start)
         high = len(self.ordered) if stop is None else self.after(stop)
         part = replace(
@@ -157,7 +157,7 @@ def _content(entry: Entry) -> tuple[str, int] | None:
 
 
 class HiddenKeys:
-    """Keys that no file name can express: each counted once, the first one logged."""
+    """Counts the keys that no file name can express, each once, and logs the first one."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -167,7 +167,7 @@ class HiddenKeys:
         return len(self._seen)
 
     def note(self, key: str, why: str) -> None:
-        """Count a key that is hidden; the first one is logged, with the reason."""
+        """Count a hidden key; the first one is logged, with the reason `why`."""
         if not self._seen:
             logger.warning("hiding the key %r: %s (further ones are only counted)", key, why)
         if len(self._seen) < MOST_HIDDEN:
@@ -177,17 +177,16 @@ class HiddenKeys:
 def segment_from(
     page: ListPage, prefix: str, start: str, carried: Carried | None, hidden: HiddenKeys
 ) -> Segment:
-    """The segment that a page shows of the directory `prefix`, listed from the position `start` on.
+    """Make a segment of a page of the directory `prefix`, listed from the position `start` on.
 
-    `carried` is what the segment before left over, None if there is none.
-    Keys that no file name can express are noted in `hidden`, and so are entries that are not
-    whole.
+    `carried` are the files left over by the segment in front, None if unknown. Keys that no
+    file name can express, and entries with missing fields, are noted in `hidden`.
     """
     cut = len(prefix)
     stop = page.last[cut:] if page.next_token is not None else None
     if carried is None:
-        # No listing from a position on has these names, though theirs lie behind it. The file
-        # whose key is the position itself comes before; not if that was made up.
+        # The page lacks these names, whose keys sort before its start, though their positions
+        # lie behind it; also the file whose key is the start, unless `just_before` made that up.
         is_key = bool(start) and not start.endswith(("/", LAST_CHARACTER))
         unlisted = _sorting_before(start) | ({start} if is_key else set())
         carried = dict.fromkeys(name for name in unlisted if not _why_hidden(prefix, name))
@@ -229,7 +228,7 @@ def segment_from(
 
 
 def _why_hidden(prefix: str, name: str) -> str:
-    """The reason for which a name in a directory is hidden, "" if it is shown."""
+    """The reason why a name in a directory is hidden, "" if it is shown."""
     if names.is_private(prefix, name):
         return "the CSI driver keeps its records there"
     if len(prefix) + len(name) > SURELY_SHORT and len((prefix + name).encode()) > names.LONGEST_KEY:
@@ -238,12 +237,12 @@ def _why_hidden(prefix: str, name: str) -> str:
 
 
 def _sorting_before(key: str) -> set[str]:
-    """The names of files that sort before a key, and whose position lies behind it."""
+    """The names of files whose keys sort before a key, and whose positions lie behind it."""
     return {key[:length] for length in range(1, len(key)) if key[length] < "/"}
 
 
 def just_before(name: str) -> str:
-    """A position that lies before a name and behind nearly all that sorts before it."""
+    """A position before a name, and behind nearly all names that sort before it."""
     last = ord(name[-1]) - 1
     if 0xD800 <= last <= 0xDFFF:  # surrogates are not characters
         last = 0xD7FF
@@ -252,8 +251,8 @@ def just_before(name: str) -> str:
 
 
 def start_after(prefix: str, position: str) -> str:
-    """The key behind which to list for what comes behind a position."""
+    """The `start_after` of a LIST request for the entries behind a position."""
     if not position:
         return ""
-    # Behind a directory means behind everything in it.
+    # A position ending in "/" is a directory's: skip all keys in it.
     return prefix + position + (LAST_CHARACTER if position.endswith("/") else "")

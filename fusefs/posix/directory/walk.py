@@ -2,10 +2,10 @@
 
 Listed one by one, each folder costs a request. Once a few folders of one
 parent have been opened in a row, *flat* pages of that parent are listed
-instead: keys without grouping, of which one page of a thousand fills many
-small folders. The next page is fetched as soon as one of those is being read.
-It begins right behind the last key: what a page tells of the folders that it
-ends in is kept until the next one tells the rest, so no key is listed twice.
+instead: keys without grouping, so that one page of a thousand keys fills many
+small folders. The next page is fetched as soon as one of these folders is read.
+It begins right behind the last key: the keys of a folder that the page does not
+complete are kept until the next page, so no key is listed twice.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from fusefs.telemetry.stalls import WaitCause, stage, unattended
 
 logger = logging.getLogger("fusefs.directories")
 
-# Folders opened in a row before a walk is taken for one.
+# A program that opens this many folders of a parent in a row is taken to walk through it.
 WALK_AFTER = 2
 MOST_WALKS = 64
-# Names in folders that were begun: more than a page of them are not worth their memory.
+# The most names kept of incomplete folders, as many as a page has.
 MOST_BEGUN = 1000
-# What two pages tell of a folder is put together if no more time than this lies between, and
-# all of this mount's changes since the first are known by name (pending_changes.py).
+# Two pages are merged for a folder if at most this time lies between them, and all of this
+# mount's changes since the first page are known by name (pending_changes.py).
 MOST_APART_S = 60.0
 
 
-# Called with the directories that a program is about to read, and what is in them.
+# Called with each directory that a program will probably read soon, and its segment.
 Expect = Callable[[str, Segment], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The place where a flat page is to begin: behind the key `after`.
+    """The begin of a flat page: behind the key `after`.
 
-    `begun` are the folders that the page before ended in, with what it had of
-    them; `fetched` is when, in monotonic seconds.
+    `begun` has the entries of the folders that the last page did not complete; that
+    page was requested at `fetched`, in monotonic seconds.
     """
 
     after: str
@@ -56,10 +56,10 @@ class Start:
 
 @dataclass(slots=True, eq=False)
 class Walk:
-    """A program going through the folders of one directory, one after the other.
+    """A walk of a program through the folders of one directory.
 
-    `next` is where the next flat page begins, None at the end or while that
-    page is `loading`.
+    `next` is the begin of the next flat page, None at the end or while that page is
+    `loading`. `pays` is False once flat pages have failed, or saved no requests.
     """
 
     prefix: str
@@ -70,11 +70,11 @@ class Walk:
 
 
 class Walks:
-    """The walks of late, below the mount's own prefix `top`.
+    """The recent walks, below the mount's own prefix `top`.
 
-    `fill(walk, prefix, page, fetched, has_own_key)` is called with each directory that a flat
-    page tells all of, as a page of its own, and returns its segment; `has_own_key` if that would
-    have its own key too.
+    `fill(walk, prefix, page, fetched, has_own_key)` is called with each directory that flat
+    pages have listed completely, as a page of its own, and returns its segment; `has_own_key`:
+    the page includes the key of the directory's marker, if it has one.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Walks:
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
     async def step(self, prefix: str, expect: Expect) -> None:
-        """A directory of which nothing is known is to be read: fill it, if a walk leads there."""
+        """Note that an unknown directory is about to be read; fill it if this is part of a walk."""
         if len(prefix) <= len(self._top):
-            return  # what is beside it may not be listed
+            return  # the mount may not be allowed to list keys outside its prefix
         parent = parent_of(prefix)
         walk = self._walks.setdefault(parent, Walk(parent))
         self._walks.move_to_end(parent)
@@ -108,18 +108,18 @@ class Walks:
             with stage(WaitCause.METADATA):
                 await walk.loading.wait()
         else:
-            # Behind its own key, which no name stands for, comes all that it holds.
+            # All keys in the directory come behind its own key, which stands for no name.
             await self._load(walk, Start(prefix), expect)
 
     def go_on(self, walk: Walk, expect: Expect) -> None:
-        """Have a walk's next flat page under way."""
+        """Start to load a walk's next flat page, unless that is under way."""
         if walk.next is not None and walk.loading is None:
             start, walk.next = walk.next, None
             walk.loading = trio.Event()
             self._nursery.start_soon(run_ahead, self._load, walk, start, expect)
 
     async def _load(self, walk: Walk, start: Start, expect: Expect) -> None:
-        """Fill the directories that a page from there on tells the rest of."""
+        """Load a flat page, and fill the directories that it completes."""
         if walk.loading is None:
             walk.loading = trio.Event()
         event, walk.next = walk.loading, None
@@ -133,7 +133,7 @@ class Walks:
                     walk.pays = False
                     return
                 pages = _grouped(walk.prefix, page, start.begun)
-                # The last folders of a page may go on with the next one.
+                # The next page may have more entries of the folders that contain the last key.
                 is_last = page.next_token is None
                 cut = {} if is_last else pages
                 begun = {one: cut[one] for one in cut if page.last.startswith(one)}
@@ -143,14 +143,14 @@ class Walks:
                     is_known = not (is_apart or self._local.has_forgotten(prefix, since))
                     if is_known and prefix not in begun:
                         expect(prefix, self._fill(walk, prefix, part, since, prefix != after))
-            # A folder that needs more than a page by itself is better listed alone.
+            # A folder larger than a page is better listed alone.
             walk.pays = len(begun) < len(pages)
             count = sum(len(part.objects) + len(part.prefixes) for part in begun.values())
             if not is_last and walk.pays and count <= MOST_BEGUN:
                 oldest = start.fetched if begun.keys() & start.begun.keys() else fetched
                 walk.next = Start(page.last, begun, oldest)
         except AccessDeniedError as error:
-            # A policy may allow to list each folder, and not all that is below their parent.
+            # A policy may allow listing each folder with a delimiter, but not flat listings.
             logger.info("%s is not listed flat: %s", walk.prefix, error)
             walk.pays = False
         finally:
@@ -159,7 +159,7 @@ class Walks:
 
 
 async def run_ahead(load: Callable[..., Awaitable[object]], *args: object) -> None:
-    """Fetch something that no request waits for yet; an error is left to the next request."""
+    """Load a listing that no request waits for; a StoreError is only logged."""
     try:
         with unattended():
             await load(*args)
@@ -168,7 +168,7 @@ async def run_ahead(load: Callable[..., Awaitable[object]], *args: object) -> No
 
 
 def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[str, ListPage]:
-    """The directories below `prefix` that a flat page shows; it goes on with those in `begun`."""
+    """Group a flat page by directory below `prefix`, adding to the incomplete ones in `begun`."""
     pages = dict(begun)
 
     def page_of(folder: str) -> ListPage:

@@ -1,26 +1,26 @@
-"""The journal of the kernel's beliefs: an append-only log of nodes and handles.
+"""The journal: an append-only log of the nodes and handles that the kernel knows.
 
-A mount can outlive the process that serves it only if the next process knows what the
-kernel still holds: nodes, lookup counts, handles. Each of these is appended here before
-the reply that makes the kernel believe it: log, then reply.
+A mount can outlive the process that serves it only if the next process knows the
+kernel's nodes, lookup counts and handles. Each of these is appended here before
+the reply that gives it to the kernel.
 
 The log is a file that is mapped shared: an append is a copy into memory
-(0.3 microseconds where a write would cost 3), which the kernel keeps when the
-process is killed. Of the mapping no more than the last STEP is in this process's memory.
+(0.3 microseconds, while a write would take 3), which the kernel keeps when the
+process is killed. At most the last STEP of the mapping is in this process's memory.
 The blocks are allocated before they are written, so a full
 disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
-the middle of a copy costs nothing but that record, whose reply was not sent;
-anything else that is missing or changed is damage (records.py), and no daemon goes on with
+the middle of a copy loses only that record, whose reply was not sent;
+any other missing or changed record is damage (records.py), and no daemon continues
 such a log: the kernel would show one file's content for another's.
 
-A record tells the whole state of one item. So a log may be compacted while it is written
-to: the new file receives each item once, a few at a time, and everything that happens
-meanwhile goes to both. Lookup counts are upper bounds: a FORGET that was read and not
+A record has the whole state of one item. So a log can be compacted while it is written
+to: the new file receives each item once, a few at a time, and all new records
+are written to both. Lookup counts are upper bounds: a FORGET that was read and not
 logged is lost.
 
 A mountpoint may have two mounts at a time: one that was detached while programs used
 it, and the next one. So each mount's log has a name of its own. No daemon removes or
-replaces under that name what is not its own.
+replaces another's log.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ from fusefs.posix.nodes.inode_table import NodeLog
 
 logger = logging.getLogger("fusefs.journal")
 
-# Grown by this much at a time: large enough to be rare, small enough for tmpfs.
+# The log grows by this much at a time: large enough to be rare, small enough for tmpfs.
 STEP = 4 << 20
-# A kill tears one record at most, which is shorter.
+# A kill tears at most one record, which is shorter than this.
 TORN = 64 << 10
-# A log is rewritten when it is this large and twice what its items need.
+# A log is rewritten when it is this large and twice as large as its items need.
 COMPACT_FROM = 32 << 20
 
 
 class NoJournal(NodeLog):
-    """For a session that cannot be taken over: nothing is on record."""
+    """The journal of a session that cannot be taken over: it records nothing."""
 
     def close(self, *, remove: bool) -> None: ...
 
 
 class _Log:
-    """One mapped file that records are appended to: a new one, or the rest of an old one.
+    """One mapped file to which records are appended, a new one or one that was `read`.
 
-    `size` and `crc` are those of what was written, `count` is how many records that are;
-    there is room up to `limit`.
+    `size` and `crc` are those of the `count` records written so far; the file is allocated
+    up to `limit`.
     """
 
     __slots__ = ("_fd", "count", "crc", "limit", "memory", "path", "size")
@@ -93,7 +93,7 @@ class _Log:
         if read is not None:
             self.size, self.count, self.crc = read.stop, read.count, read.crc
         try:
-            # The disk may be full by now: nothing that the file has is given back to it.
+            # The disk may be full by now, so the file is never made smaller.
             allocated = os.fstat(self._fd).st_size
             self.limit = max(-(-(self.size + 1) // STEP) * STEP, allocated)
             if self.limit > allocated:
@@ -102,17 +102,17 @@ class _Log:
         except OSError:
             os.close(self._fd)
             raise
-        # What a kill has torn reads as zeros from here on.
+        # Zeros replace a record that a kill has torn.
         self.memory[self.size : self.size + TORN] = bytes(min(TORN, self.limit - self.size))
         if read is None:
             self.memory[:HEADER_SIZE] = header()
         else:
-            # The last daemon may have been killed before this.
+            # The last daemon may have been killed before it committed the last record.
             SLOT.pack_into(self.memory, SLOTS[self.count & 1], self.size, self.crc)
 
     def append(self, body: bytes) -> None:
-        """Append a record, of which `body` is all but its CRC."""
-        # Written out: each call would cost a tenth of it.
+        """Append a record; `body` has everything but the CRC."""
+        # Inlined: each function call would add a tenth to its time.
         self.crc = crc = crc32(body, self.crc)
         stop = self.size + len(body) + CRC.size
         if stop > self.limit:
@@ -126,7 +126,7 @@ class _Log:
         os.posix_fallocate(self._fd, self.limit, STEP)
         self.limit += STEP
         self.memory.resize(self.limit)
-        # What is written is the page cache's, and not needed here; but the header is.
+        # The written pages stay in the page cache; this process needs only the header.
         written = self.size // mmap.PAGESIZE * mmap.PAGESIZE
         if written > mmap.PAGESIZE:
             self.memory.madvise(mmap.MADV_DONTNEED, mmap.PAGESIZE, written - mmap.PAGESIZE)
@@ -145,8 +145,8 @@ class _Log:
 class Journal(NodeLog):
     """The log of one mount. Belongs to the event loop.
 
-    If the disk cannot take it, the journal turns itself off with one warning:
-    the mount goes on, but cannot be taken over.
+    If the disk is full or fails, the journal turns itself off with one warning:
+    the mount continues, but cannot be taken over.
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,7 +156,7 @@ class Journal(NodeLog):
         self._compacted_size = 0
         self._init_record = b""
         try:
-            path.unlink(missing_ok=True)  # another daemon may have it mapped still
+            path.unlink(missing_ok=True)  # another daemon may still have the old file mapped
             self._log = _Log(path)
         except OSError as error:
             self._give_up(error)
@@ -164,7 +164,7 @@ class Journal(NodeLog):
 
     @classmethod
     def resume(cls, path: Path) -> tuple[Journal, KernelState]:
-        """Read the log of a daemon that is gone, and go on with it. Blocks; raises as `replay`."""
+        """Read the log of a daemon that is gone, and continue it. Blocks; raises as `replay`."""
         _next_of(path).unlink(missing_ok=True)
         read = replay(path)
         journal = cls.__new__(cls)
@@ -221,13 +221,13 @@ class Journal(NodeLog):
 
     @property
     def plain_log(self) -> _Log | None:
-        """The one file that records go to, for compiled code to append to; None for two or none."""
+        """The log for compiled code to append to; None if there are two logs, or none."""
         log = self._log
         return log if self._next is None else None
 
     @property
     def wants_compaction(self) -> bool:
-        """True if the log has doubled since it was last written anew."""
+        """True if the log is large, and has doubled since it was last compacted."""
         log = self._log
         if log is None or self._next is not None:
             return False
@@ -235,15 +235,15 @@ class Journal(NodeLog):
 
     @property
     def is_compacting(self) -> bool:
-        """True if what is written goes to a new log as well."""
+        """True if records are written to a new log as well."""
         return self._next is not None
 
     def begin_compaction(self) -> bool:
-        """From here until `finish_compaction` everything is also written to a new log.
+        """Begin a new log, which gets all records too until `finish_compaction`.
 
         The caller writes each open handle and each inode once, in any order
         and with pauses, by `opened` and `node`, as long as `is_compacting`. False if the
-        disk has no room for it: that is tried again when the log has grown further.
+        disk has no room: `wants_compaction` is True again when the log has grown further.
         """
         try:
             self._next = _Log(_next_of(self._path))
@@ -255,7 +255,7 @@ class Journal(NodeLog):
         return self.is_compacting
 
     def finish_compaction(self) -> None:
-        """Let the new log, which has everything by now, take the place of the old one."""
+        """Replace the old log by the new one, which has all items by now."""
         if self._log is None or self._next is None:
             return
         try:
@@ -268,7 +268,7 @@ class Journal(NodeLog):
         self._compacted_size = self._log.size
 
     def close(self, *, remove: bool) -> None:
-        """Stop writing; `remove` the log if nobody is to take the mount over."""
+        """Stop writing; `remove` the log if no daemon is to take the mount over."""
         own = [self._path] if self._log is not None and self._log.is_own(self._path) else []
         if self._next is not None:
             own.append(self._next.path)
@@ -298,7 +298,7 @@ class Journal(NodeLog):
                 self._give_up_compaction(error)
 
     def _give_up_compaction(self, error: OSError) -> None:
-        """Go on with the log as it is."""
+        """Stop a compaction after an error; the old log stays in use."""
         assert self._log is not None
         logger.warning("the journal %s can't be rewritten now: %s", self._path, error.strerror)
         self._compacted_size = self._log.size
@@ -322,5 +322,5 @@ def _next_of(path: Path) -> Path:
 
 
 def path_of(directory: Path, connection: int) -> Path:
-    """The path of the log of a mount, by its connection's number; 0 where that is not known."""
+    """The path of a mount's log, by its FUSE connection's number; 0: the number is unknown."""
     return directory / (f"journal.{connection}" if connection else "journal")

@@ -1,8 +1,8 @@
-"""A log of what is still to be sent of some keys: a file of lines that is appended to.
+"""A log of changes of some keys that are still to be sent: lines appended to a file.
 
-Each line is JSON, and the last of a key holds. A line is one write, so a process
-that is killed leaves whole lines; what a power cut has torn is passed over. Once
-nothing is left the file is empty, and it is written anew when it has become large.
+Each line is JSON, and the last line of a key counts. A line is one write, so a process
+that is killed leaves whole lines; a line torn by a power cut is skipped. When no change
+is left the file is emptied, and it is rewritten when it has become large.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LineLog:
         self._fd = -1
         self._size = 0
         self._compact_from = COMPACT_FROM
-        # Whether the last line has no end, and would swallow the next one.
+        # True if the last line lacks its newline, so that the next one would join it.
         self._is_torn = False
 
     def append(self, lines: bytes) -> None:
@@ -41,7 +41,7 @@ class LineLog:
             self._open()
         whole = b"\n" + lines if self._is_torn else lines
         if os.write(self._fd, whole) < len(whole):
-            # Half a line would spoil the next one as well, which opens the log anew.
+            # Half a line would spoil the next one as well. The next append opens the log anew.
             self._close()
             os.truncate(self._path, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -52,12 +52,12 @@ class LineLog:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self._path, flags, 0o600)
         self._size = os.fstat(self._fd).st_size
-        # A power cut may have torn what an earlier process has written last.
+        # A power cut may have torn the last line.
         last = os.pread(self._fd, 1, self._size - 1) if self._size else b"\n"
         self._is_torn = last != b"\n"
 
     def done(self, keys: Iterable[str]) -> None:
-        """Nothing is left to be sent of some keys. What can't be written is sent once more."""
+        """Log that some keys have nothing more to send; if that fails they are sent again."""
         with contextlib.suppress(OSError):
             self.append(b"".join(line([key]) for key in keys))
 
@@ -66,7 +66,7 @@ class LineLog:
         return self._size > self._compact_from
 
     def write_anew(self, lines: Iterable[bytes]) -> bool:
-        """Have nothing on record but this; False if the disk does not take it: it is as it was."""
+        """Replace the whole log by these lines; False if the disk fails: the old log stays."""
         whole = b"".join(lines)
         try:
             if whole:
@@ -80,7 +80,7 @@ class LineLog:
         if whole:
             self._close()
         self._size = len(whole)
-        # What is long because much is left is not written anew for each line.
+        # A log that is long because many changes wait is not rewritten for each line.
         self._compact_from = max(COMPACT_FROM, 2 * len(whole))
         self._is_torn = False
         return True
@@ -91,19 +91,19 @@ class LineLog:
             self._fd = -1
 
     def close(self, *, remove: bool) -> None:
-        """Stop writing, and `remove` the log if nothing on it is of use any more."""
+        """Stop writing, and `remove` the log if it is not needed any more."""
         self._close()
         if remove:
             self._path.unlink(missing_ok=True)
 
 
 def line(fields: list[Any]) -> bytes:
-    """A line of the log: a key and its fields; a key without fields is off the record."""
+    """A line of the log: a key and its fields; a key without fields has nothing more to send."""
     return json.dumps(fields).encode() + b"\n"
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """The last fields of each key that is on record. Blocks."""
+    """Read a log: the last fields of each key that still has some. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

@@ -1,16 +1,16 @@
-"""The records of the journal, one for each thing that the kernel gets to know, and their replay.
+"""The records of the journal, one for each item that the kernel gets to know, and their replay.
 
-Each tells the whole state of one item, never a change of it. The first one of
-a log carries the format and the boot id.
+Each record has the whole state of one item, never a change of it. The first record of
+a log has the format and the boot id.
 
 A log is a header and records: length, type, payload and a CRC-32
-that goes on from the record before. So a record that is changed, lost or in
-another's place ends what checks out. The header has two slots for how far the
-log was written, a size and the CRC there; the n-th record is committed to
+that continues that of the record before. So the valid part of a log ends at the first record
+that was changed, lost or moved. The header has two slots for the end of the
+log, a size and the CRC there; the n-th record is committed to
 slot n % 2 after it is written. A kill leaves at most one record that is not
-committed, or one slot that is half written. So after n records that check
-out, slot (n - 1) % 2 tells of n - 1 records, or the log is damaged: of a
-record that is missing the commit would be there.
+committed, or one slot that is half written. So after n valid records
+slot (n - 1) % 2 has the end of n - 1 records, or the log is damaged: if
+records were lost, the slot has a later end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusefs.store.interface import ObjectInfo
 FORMAT = 3
 
 MAGIC = b"fusefs journal3\n"
-# Native, so that a number is stored by one instruction: a kill does not tear it.
+# Native byte order and size, so that one instruction stores a number: a kill does not tear it.
 SLOT = struct.Struct("@QI")  # how far the log is written, the CRC there
 SLOTS = (32, 48)  # offsets
 HEADER_SIZE = 64
@@ -41,7 +41,7 @@ NODE = struct.Struct("<QQQQQqHHH")  # node id, parent, ino, lookups, size, mtime
 COUNT = struct.Struct("<QQ")
 ID = struct.Struct("<Q")
 OPEN = struct.Struct("<QQQIii")  # unique, fh, node id, flags, mode, backing id
-# The records of which there are most, with their HEAD: to pack both at once takes half the time.
+# The most frequent records, with their HEAD: packing both at once takes half the time.
 WHOLE_OPEN, WHOLE_ID, WHOLE_COUNT = (
     struct.Struct(HEAD.format + part.format[1:]) for part in (OPEN, ID, COUNT)
 )
@@ -54,7 +54,7 @@ _DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
 
 
 class Kind:
-    """The types of records. Plain numbers: an enumeration's members take longer to find."""
+    """The types of records; plain numbers, which are found faster than an enumeration's members."""
 
     START = 1
     NODE = 2
@@ -74,7 +74,7 @@ class Kind:
 
 @dataclass(slots=True)
 class LoggedNode:
-    """A node as the log tells it; `info` is None for a directory.
+    """A node read from the log; `info` is None for a directory.
 
     `entries_changed_ns` is as in `Inode`.
     """
@@ -90,7 +90,7 @@ class LoggedNode:
 
 @dataclass(slots=True)
 class LoggedHandle:
-    """An open file or directory; `unique` is the request that opened it."""
+    """An open file or directory; `unique` is the id of the request that opened it."""
 
     unique: int
     fh: int
@@ -101,7 +101,7 @@ class LoggedHandle:
 
 
 class Parsed(NamedTuple):
-    """A record, where it ends, and the CRC there."""
+    """A record, with the offset of its end (`stop`) and the CRC there."""
 
     kind: int
     payload: bytes
@@ -110,7 +110,7 @@ class Parsed(NamedTuple):
 
 
 def header() -> bytes:
-    """The header of a log that has no records: slot 0 tells so."""
+    """The header of a log without records, as slot 0 says."""
     data = bytearray(HEADER_SIZE)
     data[: len(MAGIC)] = MAGIC
     SLOT.pack_into(data, SLOTS[0], HEADER_SIZE, 0)
@@ -118,7 +118,7 @@ def header() -> bytes:
 
 
 def parse(data: bytes) -> Iterator[Parsed]:
-    """The records of a log up to the first that does not check out."""
+    """Yield the records of a log up to the first invalid one."""
     at, crc = HEADER_SIZE, 0
     while at + HEAD.size <= len(data):
         length, kind = HEAD.unpack_from(data, at)
@@ -133,12 +133,12 @@ def parse(data: bytes) -> Iterator[Parsed]:
 
 
 def start_payload() -> bytes:
-    """The first record of a log: the format, and the boot in which it is of use."""
+    """The first record of a log: the format, and the id of the boot in which the log is valid."""
     return f"fusefs journal {FORMAT} {clock.boot_id()}".encode()
 
 
 def node_payload(inode: Inode) -> bytes:
-    """The record of a node: its ids, lookup count, name and version (no version: a directory)."""
+    """The record of a node: its ids, lookup count, name and version (a directory has none)."""
     parent = inode.parent.nodeid if inode.parent is not None else 0
     ids = inode.nodeid, parent, inode.ino, inode.nlookup
     name = inode.name.encode()
@@ -173,11 +173,11 @@ class KernelState:
     """The nodes and handles of the kernel when the last record was written.
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
-    `replaced` are nodes that their names no longer stand for, and `removed` those of them
+    `replaced` are the ids of nodes that have lost their names, and `removed` those of them
     whose file has no name; `numbers` are the records of nodes/file_numbers.py; `stale` are
-    (node id, pid) of openers that got ESTALE and have not looked up since;
-    `begun` are the requests of changes that may have been made; `marks` are those of
-    directories by node id (nodes/offsets.py).
+    (node id, pid) of openers that got ESTALE and have not looked the name up since;
+    `begun` are the ids of requests whose changes may have been made; `marks` are the
+    directories' marks by node id (nodes/offsets.py).
     """
 
     init_out: bytes = b""
@@ -224,7 +224,7 @@ class KernelState:
             self.replaced.add(nodeid)
             if kind == Kind.REMOVED:
                 self.removed.add(nodeid)
-            # The kernel may never have got it; another node of this number is not replaced.
+            # The id is never reused, even if the kernel did not get it: a new node is not replaced.
             self.next_id = max(self.next_id, nodeid + 1)
         elif kind == Kind.NUMBER:
             place, number = NUMBER.unpack(payload)
@@ -248,10 +248,10 @@ class KernelState:
 
 @dataclass(slots=True)
 class Replayed:
-    """A log that was read: its state, and how it goes on.
+    """A log that was read: its state, and where to continue it.
 
-    Its last good record is the `count`-th, ends at `stop` and has this `crc`;
-    `current_bytes` estimates what a compacted log would take.
+    The last valid record is the `count`-th, ends at `stop` and has this `crc`;
+    `current_bytes` estimates the size of a compacted log.
     """
 
     state: KernelState
@@ -265,18 +265,18 @@ class UnusableJournalError(Exception):
     """The log is damaged, of another boot or another format, or not a log at all."""
 
 
-# How often the end of a log that is written to is looked for.
+# The most attempts at reading a log that its daemon is writing to.
 _ATTEMPTS = 5
 
 
 def replay(path: Path, *, is_live: bool = False) -> Replayed:
     """Read a log back. Blocks: five seconds for a million nodes.
 
-    `is_live` if its daemon may be writing to it meanwhile.
+    `is_live`: the log's daemon may be writing to it meanwhile.
 
     Raises:
-        UnusableJournalError: it must not be used; the message says why.
-        OSError: it can't be read.
+        UnusableJournalError: the log must not be used; the message says why.
+        OSError: the log can't be read.
     """
     for _ in range(_ATTEMPTS if is_live else 0):
         try:
@@ -288,7 +288,7 @@ def replay(path: Path, *, is_live: bool = False) -> Replayed:
 
 def _replay(path: Path, *, is_live: bool) -> Replayed:
     with path.open("rb", buffering=0) as file:
-        # First, so that no record is missing that the header has.
+        # The header is read first, so that the data includes all records that it commits.
         slots = _slots(file.read(HEADER_SIZE))
         file.seek(0)
         data = file.read()
@@ -302,7 +302,7 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
         raise UnusableJournalError(f"{path} is of another boot or another format")
     state = KernelState()
     count, before = 1, (HEADER_SIZE, 0)
-    has_all = (first.stop, first.crc) in slots  # that a slot tells of
+    has_all = (first.stop, first.crc) in slots  # the records up to a slot's end
     for record in found:
         state.apply(record.kind, record.payload)
         before, last = (last.stop, last.crc), record

@@ -1,8 +1,8 @@
-"""Checks of uncertain keys, and repairs of what a late request has undone.
+"""Checks of uncertain keys, and repairs of changes that a late request has undone.
 
-uncertain_keys.py says what a late request is, which key is checked when, and what is
-expected of it. A repair is a change like any other: with a condition about what was
-found, where the store honours conditions, and on record while it is under way, so that
+uncertain_keys.py explains late requests, the times of checks, and expected states.
+A repair is a change like any other: it is conditional on the state that was
+found, if the store honours conditions, and recorded while it is under way, so that
 a repair without an answer makes the key uncertain anew.
 """
 
@@ -37,14 +37,14 @@ logger = logging.getLogger("fusefs.late")
 AT_ONCE = 8
 # A key whose HEAD failed is checked again after this.
 RETRY_S = 5.0
-# How often a key is checked anew where it changed while it was repaired.
+# The most attempts at a check of a key that keeps changing during repairs.
 TRIES = 3
 
 
 class Repairer:
-    """Checks one mount's uncertain keys.
+    """Checks and repairs one mount's uncertain keys.
 
-    `changed` is called with a key and what a repair made of it, None if it was removed.
+    `changed` is called with a repaired key and its new object, None if the key was removed.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Repairer:
                 except StoreError as error:
                     failed[one] = boottime() + RETRY_S
                     logger.info("%s could not be looked at again: %s", one.key, error)
-                except Exception:  # a fault about one key is none about the others, and all goes on
+                except Exception:  # a fault with one key must not stop the checks of the others
                     logger.exception("%s could not be looked at again", one.key)
                     self._uncertain_keys.note_checked(one)
 
@@ -92,7 +92,7 @@ class Repairer:
                 nursery.start_soon(go_on)
 
     async def check(self, entry: UncertainKey) -> None:
-        """Check a key, and put back what is expected if a late request has undone it."""
+        """Check a key, and restore its expected state if a late request has undone it."""
         async with entry.lock:
             for _ in range(TRIES):
                 if entry.is_over:
@@ -105,7 +105,7 @@ class Repairer:
             await self._store.fetch_content(entry)
 
     async def _is_right(self, entry: UncertainKey) -> bool:
-        """True if nothing is left to be done about a key; False if it is to be checked anew."""
+        """Check a key once, and repair it; False if it has to be checked again."""
         found = await self._store.current_state(entry.key)
         result = entry.check(found)
         if result == CheckResult.FOREIGN:
@@ -116,11 +116,11 @@ class Repairer:
         if isinstance(entry.expected, Absent) and entry.key.endswith("/"):
             page = await self._store.list_page(entry.key, delimiter="", max_keys=2)
             if any(info.key != entry.key for info in page.objects):
-                return True  # the directory has something below its marker by now
+                return True  # the directory has other objects than its marker by now
         try:
             made = await self._put_back(entry, found)
         except (ConflictError, StaleVersionError, NotFoundError):
-            return False  # somebody was faster
+            return False  # another change was faster
         except LookupError as error:
             logger.error("%s was undone by a late request, for good: %s", entry.key, error)
             self._uncertain_keys.expect(entry, None, None)
@@ -132,13 +132,13 @@ class Repairer:
         return True
 
     async def _put_back(self, entry: UncertainKey, found: KeyState) -> ObjectInfo | None:
-        """Have an uncertain key, whose lock is held, be as expected; return the object, if any.
+        """Restore a locked key's expected state; return the new object, None for an absent one.
 
         Raises:
-            LookupError: the content is not here any more.
-            ConflictError, StaleVersionError, NotFoundError: it has changed since it was `found`,
-                or something else is expected by now.
-            StoreError: the bucket did not take it.
+            LookupError: the local disk does not have the content any more.
+            ConflictError, StaleVersionError, NotFoundError: the key has changed since it was
+                `found`, or another state is expected by now.
+            StoreError: the request failed.
         """
         key, expected = entry.key, entry.expected
         if isinstance(expected, Absent):
@@ -169,9 +169,9 @@ class Repairer:
         content: str | None,
         change: Change,
     ) -> None:
-        """Note that the `expected` object was put back; ConflictError if another is by now."""
+        """Record the repaired state `made`; ConflictError if `expected` is outdated by now."""
         if entry.expected is not expected:
-            # Another change was acknowledged meanwhile: what was made just now is to be undone.
+            # Another change was acknowledged meanwhile, which this repair has undone.
             entry.unanswered.append(UnansweredRequest(change, is_newer=False))
             self._uncertain_keys.record(entry)
             raise ConflictError(f"{entry.key} was changed while it was put back")

@@ -1,19 +1,19 @@
-"""The changes of the bucket that are under way, on record before they are sent.
+"""The log of requests under way that change the bucket, written before each is sent.
 
     DIRECTORY/requests    one slot for each change that is under way
     DIRECTORY/batch-N     the keys of one DeleteObjects request
 
 A process that is killed leaves requests behind that the server may execute
 later. The next process reads here which keys they concern, and what they would
-make of them (uncertain_keys.py, which says what a late request is).
+make of them (uncertain_keys.py explains late requests).
 
-The slots are in a file that is mapped shared: to fill one is a copy into memory,
-which the kernel keeps when the process is killed; there is no fsync, for with
-the machine its requests end as well. A slot is a CRC, a length and the change;
-a length of 0 is a free slot, and a slot whose CRC is wrong was being filled when
-its process was killed, so that its request was never sent. The blocks are
+The slots are in a file that is mapped shared: filling one is a copy into memory,
+which the kernel keeps when the process is killed; no fsync is needed, as a machine's
+crash ends its requests, too. A slot is a CRC, a length and the change;
+a length of 0 marks a free slot, and a slot whose CRC is wrong was being filled when
+the process was killed, so that its request was never sent. The blocks are
 allocated before they are written, so that a full disk is an error of
-`posix_fallocate` and not a SIGBUS; a change that finds no slot is sent without.
+`posix_fallocate` and not a SIGBUS; if there is no free slot, a change is sent unrecorded.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PUT = "PUT"
 COPY = "COPY"
 DELETE = "DELETE"
 
-# The longest key is 1,024 bytes; an ETag is 34, or a few more with the count of parts.
+# Bytes. The longest key has 1,024; an ETag has 34, or a few more with the count of parts.
 SLOT = 1536
-# As many requests are under way at most, on a mount with the default number of connections.
+# The most requests under way, on a mount with the default number of connections.
 SLOTS = 64
 # CRC of the rest of the slot, and its length in bytes.
 _HEAD = struct.Struct("<II")
@@ -45,11 +45,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class Change(NamedTuple):
-    """One change of one key. A tuple, for each request makes one.
+    """One change of one key. It is a tuple, which is fast: each request makes one.
 
-    `tokens` are those that the object may carry once the change is executed, and
-    `etag` is the source's if the change copies an object without replacing its
-    metadata, else "".
+    An object made by the change may carry any of `tokens`; `etag` is the source's ETag if the
+    change copies an object with its metadata, else "".
     """
 
     kind: str
@@ -72,11 +71,11 @@ class RequestLog:
     """The changes of one mount that are under way. Belongs to the event loop."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the log, empty, after `unanswered_in` has read it; OSError if the disk is full."""
+        """Open and clear the log, which `unanswered_in` has read; OSError if the disk is full."""
         self._directory = directory
         self._fd = os.open(directory / "requests", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # What is allocated stays so: the disk may be full by now.
+            # Allocated blocks are kept, as the disk may be full by now.
             os.ftruncate(self._fd, min(os.fstat(self._fd).st_size, SLOTS * SLOT))
             os.posix_fallocate(self._fd, 0, SLOTS * SLOT)
             self._map = mmap.mmap(self._fd, SLOTS * SLOT)
@@ -91,7 +90,7 @@ class RequestLog:
             path.unlink()
 
     def begin(self, change: Change) -> int:
-        """Put a change on record before it is sent; return its slot, -1 if there is none."""
+        """Record a change before it is sent; return its slot, -1 if no slot can hold it."""
         text = change.text()
         if not self._free:
             self._grow()
@@ -105,13 +104,16 @@ class RequestLog:
         return slot
 
     def end(self, slot: int) -> None:
-        """The change has been answered, or is on record elsewhere."""
+        """Free the slot of a change that has been answered, or is recorded elsewhere."""
         if slot >= 0:
             _LENGTH.pack_into(self._map, slot * SLOT + 4, 0)
             self._free.append(slot)
 
     def begin_batch(self, keys: Iterable[str]) -> Path | None:
-        """Put many deletes of one request on record; blocks for as long as creating a file does."""
+        """Record the keys of one DeleteObjects request; return the file, None if the disk fails.
+
+        Blocks for as long as creating a file does.
+        """
         self._batches += 1
         path = self._directory / f"batch-{self._batches}"
         try:
@@ -122,9 +124,9 @@ class RequestLog:
         return path
 
     def end_batch(self, batch: Path | None) -> None:
-        """All of its deletes have been answered, or are on record elsewhere."""
+        """Remove a batch whose deletes have all been answered, or are recorded elsewhere."""
         if batch is not None:
-            with contextlib.suppress(OSError):  # else the next process looks at its keys
+            with contextlib.suppress(OSError):  # a file that stays costs the next process checks
                 batch.unlink()
 
     def _grow(self) -> None:
@@ -139,7 +141,7 @@ class RequestLog:
         self._count = count
 
     def close(self, *, remove: bool) -> None:
-        """End; `remove` the log if nothing is under way any more."""
+        """Close the log; `remove` it if no change is under way any more."""
         self._map.close()
         os.close(self._fd)
         if remove:
@@ -147,7 +149,7 @@ class RequestLog:
 
 
 def unanswered_in(directory: Path) -> list[Change]:
-    """The changes that were under way when the process whose log this is was killed. Blocks."""
+    """Read the changes that were under way when the log's process was killed. Blocks."""
     left: list[Change] = []
     try:
         data = (directory / "requests").read_bytes()

@@ -2,25 +2,25 @@
 
 A *late request* is a change (PUT, COPY or DELETE) that the server executes after
 its sender has given it up. Any request that got no answer (a time-out, a lost
-connection, a killed process) may become one. Its key is *uncertain* from then on.
-For uncertain keys alone it is on record what the last acknowledged change made of
-them, and, for content, a copy of it is kept on the local disk:
+connection, a killed process) may become a late request. Its key is *uncertain* from then
+on. For uncertain keys only, the result of the last acknowledged change is recorded, the
+*expected* state, and a copy of the expected content is kept on the local disk:
 
-    DIRECTORY/source     the bucket that all of it belongs to
-    DIRECTORY/N.json     an uncertain key: requests without an answer, what is expected
-    DIRECTORY/N.SEQUENCE its content, where it is expected to have one
+    DIRECTORY/source     the bucket to which all records belong
+    DIRECTORY/N.json     an uncertain key: its unanswered requests and its expected state
+    DIRECTORY/N.SEQUENCE the expected content, if an object is expected
 
 The key is checked after 5, 15, 60 and 300 s (repair.py sends the HEAD).
 The token in the object's metadata (store/fencing.py) tells which request has made
-it: where an unanswered one has made it, or has deleted what is expected, the
-expected state is put back. What anybody else has made there is left alone, and
+the object: if an unanswered request has made it, or has deleted the expected object, the
+expected state is restored. An object of another client is left alone, and
 ends the checks. A request that was sent after the last acknowledged change undoes
-nothing, nor does one that makes what is expected.
+nothing, nor does a request that makes the expected state.
 
-A record of an expected state is written before the change is acknowledged, and
-no fsync is needed: with the machine its requests end as well. The next process
+The record of an expected state is written before its change is acknowledged; no
+fsync is needed, as a machine's crash ends its requests, too. The next process
 and the next mount at the same place take the records over. Times are those of
-CLOCK_BOOTTIME, which no clock step changes and which counts a suspended machine.
+CLOCK_BOOTTIME, which has no clock steps and which runs while the machine is suspended.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ class Absent:
 
 
 ABSENT = Absent()
-# What is found under a key, or expected there.
+# The state of a key that was found, or is expected.
 KeyState = ObjectInfo | Absent
 
-# When a key is checked after its last request without an answer. No S3 promises a bound for
-# late requests; those that were seen came seconds later, and few connections live for minutes.
+# The times of a key's checks after its last unanswered request. No S3 promises a bound for
+# late requests; observed ones came seconds later, and few connections live for minutes.
 CHECKS_S = (5.0, 15.0, 60.0, 300.0)
-# How long the changes of a key wait for a request that was under way when its process was
-# killed. Of 1,200 requests to a server on a machine that was busy tenfold none took longer
-# than half a second; what takes longer is repaired.
+# How long changes of a key wait for a request that was under way when its process was
+# killed. None of 1,200 requests to a server on a machine with tenfold load took longer
+# than half a second; later ones are repaired.
 KILLED_WAIT_S = 1.5
 
 
 def boottime() -> float:
-    """Seconds since the machine was started, without regard to its clock's steps."""
+    """Seconds since the machine was started (CLOCK_BOOTTIME)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class CheckResult(enum.Enum):
-    """The finding of a check under an uncertain key.
+    """The result of a check of an uncertain key.
 
     `UNDONE`: a late request has undone the last acknowledged change. `FOREIGN`: another
-    client has made it since.
+    client has changed the key since.
     """
 
     AS_EXPECTED = enum.auto()
@@ -82,13 +82,13 @@ class CheckResult(enum.Enum):
 
 @dataclass(slots=True)
 class UnansweredRequest:
-    """A request that got no answer; `is_newer` than the last change that was acknowledged."""
+    """A request that got no answer. `is_newer`: sent after the last acknowledged change."""
 
     change: Change
     is_newer: bool = True
 
     def has_made(self, found: ObjectInfo) -> bool:
-        """True if an object may be this request's work."""
+        """True if this request may have made an object."""
         change = self.change
         if change.kind == DELETE:
             return False
@@ -103,11 +103,10 @@ class UnansweredRequest:
 class UncertainKey:
     """One uncertain key. The task that changes or repairs the key holds `lock`.
 
-    `since` is when the last request without an answer was given up, `waits_until`
-    when changes of the key need not wait any more, both in seconds of boottime();
-    `checks_done` counts the checks since. `expected` is None where no change was
-    acknowledged, and `content` the name of its copy. Where a task waits for the next
-    check, that sets `wanted`.
+    The last unanswered request was given up at `since`, and changes of the key wait until
+    `waits_until`, both in seconds of boottime(); `checks_done` counts the checks since.
+    `expected` is None if the expected state is unknown; `content` is the file name of the
+    expected content. The next check sets the event `wanted`, if a task waits for it.
     """
 
     key: str
@@ -124,7 +123,7 @@ class UncertainKey:
 
     @property
     def is_harmless(self) -> bool:
-        """True if no request without an answer can undo anything."""
+        """True if none of the unanswered requests can change the expected state."""
         older = [one.change for one in self.unanswered if not one.is_newer]
         if isinstance(self.expected, Absent):
             return all(change.kind == DELETE for change in older)
@@ -132,7 +131,7 @@ class UncertainKey:
         return token is None or all(token in change.tokens for change in older)
 
     def check(self, found: KeyState) -> CheckResult:
-        """Compare what a HEAD has found under the key with what is expected."""
+        """Compare the state that a HEAD has found with the expected state."""
         expected = self.expected
         if isinstance(found, Absent) or isinstance(expected, Absent):
             is_expected = isinstance(found, Absent) and isinstance(expected, Absent)
@@ -150,13 +149,13 @@ class UncertainKey:
         return CheckResult.UNDONE if is_undone else CheckResult.AS_EXPECTED
 
     def possible_makers(self, found: KeyState) -> list[UnansweredRequest]:
-        """The unanswered requests that may have made what is under the key."""
+        """The unanswered requests that may have led to the state that was found."""
         if isinstance(found, Absent):
             return [one for one in self.unanswered if one.change.kind == DELETE]
         return [one for one in self.unanswered if one.has_made(found)]
 
     def expect(self, state: KeyState | None) -> None:
-        """The last change of the key was acknowledged; None if it is not known what it made."""
+        """Set the expected state after an acknowledged change; None if its result is unknown."""
         self.expected = state
         for one in self.unanswered:
             one.is_newer = False
@@ -195,7 +194,7 @@ def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
     if expected is None:
         return None
     plain = asdict(expected) | {"metadata": dict(expected.metadata or {})}
-    del plain["crc32"]  # which nothing needs any more
+    del plain["crc32"]  # not needed any more
     return plain
 
 
@@ -203,12 +202,12 @@ def _is_of(directory: Path, source: str) -> bool:
     """True if a directory of records belongs to this bucket."""
     try:
         return (directory / "source").read_bytes() == source.encode()
-    except OSError:  # a new one, or nothing of ours
+    except OSError:  # a new directory, or a foreign one
         return False
 
 
 def _undone_object(entry: UncertainKey | None) -> ObjectInfo | None:
-    """The object that is expected under a key, if a late request may have undone it."""
+    """The expected object of a key, if a late request may have undone it; else None."""
     if entry is None or entry.is_harmless or not isinstance(entry.expected, ObjectInfo):
         return None
     return entry.expected
@@ -223,7 +222,7 @@ class UncertainKeys(UnansweredChanges):
     def __init__(
         self, directory: Path, source: str, checks_s: tuple[float, ...] = CHECKS_S
     ) -> None:
-        """Take over what is in `directory` and beside it. Blocks; OSError if the disk fails."""
+        """Load the records in `directory` and its siblings. Blocks; OSError if the disk fails."""
         self.directory = directory
         self._checks_s = checks_s
         self.repairs = 0
@@ -236,7 +235,7 @@ class UncertainKeys(UnansweredChanges):
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         files.try_lock(self._lock)
         if not _is_of(directory, source):
-            (directory / "source").write_text(source)  # not again where the disk is full by now
+            (directory / "source").write_text(source)  # only if new: the disk may be full by now
         self._load(directory)
         for other in sorted(directory.parent.iterdir()):
             if other != directory and other.is_dir():
@@ -254,7 +253,7 @@ class UncertainKeys(UnansweredChanges):
 
     @property
     def unsettled_s(self) -> float:
-        """For how long requests of a killed process may be on their way still, in seconds."""
+        """Seconds for which requests of a killed process may still be under way."""
         now = boottime()
         return max((one.waits_until - now for one in self._entries.values()), default=0.0)
 
@@ -276,7 +275,7 @@ class UncertainKeys(UnansweredChanges):
         return entry
 
     def expect(self, entry: UncertainKey, state: KeyState | None, content: str | None) -> None:
-        """Put on record what the last acknowledged change made of a key."""
+        """Record a key's expected state, and the file name of its content, after a change."""
         old = entry.content
         entry.expect(state)
         entry.content = content
@@ -285,7 +284,7 @@ class UncertainKeys(UnansweredChanges):
             self.remove(old)
 
     def record(self, entry: UncertainKey) -> None:
-        """Write a key's record, whole or not at all; a full disk costs the next process. Blocks."""
+        """Write a key's record, whole or not at all; an OSError is only logged. Blocks."""
         content = json.dumps(entry.plain() | {"boot_id": self._boot_id})
         try:
             files.replace(self._path(entry), content)
@@ -293,12 +292,12 @@ class UncertainKeys(UnansweredChanges):
             logger.warning("%s: a request without an answer is not on record: %s", entry.key, error)
 
     def content_path(self, entry: UncertainKey) -> Path:
-        """A new file for the content of a key."""
+        """A new path for the content of a key."""
         self._sequence += 1
         return self.directory / f"{entry.number}.{time.time_ns()}-{self._sequence}"
 
     def forget(self, entry: UncertainKey) -> None:
-        """Nothing can happen to a key any more, or it is somebody else's."""
+        """Drop a key, with its record and content: it is certain again, or another client's."""
         entry.is_over = True
         self._wake_waiter(entry)
         if self._entries.get(entry.key) is entry:
@@ -308,7 +307,7 @@ class UncertainKeys(UnansweredChanges):
             self.remove(entry.content)
 
     def remove(self, name: str) -> None:
-        """Remove a record or a content; what the disk keeps does no harm."""
+        """Remove a record or a content; a failure is harmless, and only logged."""
         try:
             (self.directory / name).unlink(missing_ok=True)
         except OSError as error:
@@ -326,7 +325,7 @@ class UncertainKeys(UnansweredChanges):
             entry.wanted = None
 
     def note_checked(self, entry: UncertainKey) -> None:
-        """Note that a key was checked: after the last check it is certain."""
+        """Note that a key was checked; after its last check the key is forgotten."""
         self._wake_waiter(entry)
         now = boottime()
         while entry.checks_done < len(self._checks_s) and self.due_at(entry) <= now:
@@ -337,7 +336,7 @@ class UncertainKeys(UnansweredChanges):
             self.record(entry)
 
     def close(self, *, remove: bool) -> None:
-        """End; with `remove` for good, but what is still uncertain is the next mount's."""
+        """Close the records; `remove` the directory unless keys are left for the next mount."""
         self.log.close(remove=remove)
         if remove and not self._entries:
             (self.directory / "source").unlink(missing_ok=True)
@@ -406,10 +405,10 @@ class UncertainKeys(UnansweredChanges):
         return self.directory / f"{entry.number}.json"
 
     def _adopt(self, other: Path, source: str) -> None:
-        """Take over what another mount of the same bucket has left."""
+        """Take over the records of an ended mount of the same bucket."""
         fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Else it belongs to a mount that is out of sight and still being ended.
+            # A locked directory belongs to a mount that was detached and is still being ended.
             is_ours = files.try_lock(fd) and _is_of(other, source)
         finally:
             os.close(fd)
@@ -447,15 +446,15 @@ class UncertainKeys(UnansweredChanges):
             entry.since, entry.checks_done, entry.waits_until = boottime(), 0, -math.inf
         older = self._entries.get(entry.key)
         if older is not None and older.content == entry.content:
-            older.content = None  # a process that was killed had brought it here already
+            older.content = None  # a killed process had linked the content here already
         elif path.parent != self.directory and entry.content is not None:
             try:
-                # Under both names until it is on record here: what is on none is removed.
+                # Under both names until its record is here: contents without a record are removed.
                 os.link(path.parent / entry.content, self.directory / entry.content)
             except OSError as error:
                 logger.warning("%s has no content: %s", path, error.strerror)
                 entry.content = None
-        # Two mounts have left the same key: the one that is read later was mounted later.
+        # Two mounts have left the same key; the record that is read later is that of the later one.
         if older is not None:
             entry.unanswered = older.unanswered + entry.unanswered
             entry.waits_until = max(older.waits_until, entry.waits_until)

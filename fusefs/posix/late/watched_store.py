@@ -1,14 +1,13 @@
-"""The store of a writable mount: each change is on record while it is under way.
+"""A store wrapper for writable mounts that records each change while it is under way.
 
-A change of a key that no request is out for costs two copies into memory beside
-the request itself (request_log.py). Where an attempt of it got no answer, the
-key is uncertain once the change has ended, well or badly (uncertain_keys.py).
+For a key that is not uncertain, a change costs two copies into memory besides
+the request itself (request_log.py). If one of its attempts got no answer, the
+key is uncertain once the change has succeeded or failed (uncertain_keys.py).
 
-A change of an uncertain key takes longer: it is made alone, its content is
-copied to the local disk before it is sent, and what it made of the key is on
-record before it counts as acknowledged. Where the store's conditions do not
-keep a request of a killed process from undoing it, it waits until such a
-request is unlikely.
+A change of an uncertain key takes longer: it holds the key's lock, its content is
+copied to the local disk before it is sent, and its result is
+recorded before it counts as acknowledged. Unless a condition keeps requests of a
+killed process from undoing the change, it first waits until such a request is unlikely.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ from fusefs.store.s3.store import S3Store
 logger = logging.getLogger("fusefs.late")
 
 _PIECE = 8 << 20
-# A content that is in the bucket alone is fetched before its change is acknowledged, up to this
-# size; what is larger would hold up a close for too long, and is fetched at the next look.
+# A content that only the bucket has is downloaded before its change is acknowledged, up to this
+# size; a larger one would delay a close for too long, and is downloaded at the next check.
 FETCHED_AT_ONCE = 64 << 20
-# How often an object is copied whose copy a late request undoes each time.
+# The most attempts at a copy that late requests keep undoing.
 TRIES = 5
 
 
 class _RecordedChange(ChangeUnderWay):
-    """A change of one key while it is on record: a class costs half of what a generator does."""
+    """A context that records a change of one key; a class costs half as much as a generator."""
 
     __slots__ = ("_change", "_others", "_slot", "_uncertain_keys")
 
@@ -85,7 +84,7 @@ class WatchedStore:
     def __init__(
         self, store: S3Store, uncertain_keys: UncertainKeys, log: UploadLog = UNRECORDED
     ) -> None:
-        """`log` is the record of the uploads that the store begins for one change."""
+        """Wrap a store; `log` records the multipart uploads that the store begins by itself."""
         self.inner = store
         self._log = log
         self.uncertain_keys = uncertain_keys
@@ -93,7 +92,7 @@ class WatchedStore:
         self.unanswered: UnansweredChanges = uncertain_keys
         self._open = store.requester.changes
         self._copying = trio.CapacityLimiter(4)
-        # What changes nothing is the store's.
+        # Requests that change no object need no record.
         self.list_page = store.list_page
         self.head = store.head
         self.download = store.download
@@ -105,7 +104,7 @@ class WatchedStore:
         self.counters = store.counters
 
     def close(self, *, remove: bool) -> None:
-        """Nothing is under way any more; with `remove` the mount has ended."""
+        """Close the records; with `remove` the mount has ended, and no longer needs them."""
         self.uncertain_keys.close(remove=remove and not self._open)
 
     # Changes
@@ -179,7 +178,7 @@ class WatchedStore:
             return failures
 
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
-        """As `Upload.complete`; executed late it fails, for the upload is gone by then."""
+        """As `Upload.complete`; it needs no record, as a late one fails: its upload is gone."""
         key = upload.state.key
         if self.uncertain_keys.get(key) is None:
             return await upload.complete(size, condition)
@@ -192,7 +191,7 @@ class WatchedStore:
     # What they have in common
 
     def on_record(self, change: Change) -> _RecordedChange:
-        """Have a change on record while it is under way: until it is answered, or given up."""
+        """Return a context that records a change until it is answered, or given up."""
         return _RecordedChange(change, self.uncertain_keys, self._open)
 
     @contextmanager
@@ -212,11 +211,11 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[UncertainKey]:
-        """Change an uncertain key while no other task does; its record stays until the end."""
+        """Lock an uncertain key for a change; unless `is_covered`, wait until `waits_until`."""
         while True:
             entry = self.uncertain_keys.get(key)
             if entry is None:
-                # Its time was over while this waited: it may be kept for this change as well.
+                # The key has become certain while this task waited.
                 entry = UncertainKey(key, 0, 0.0, is_over=True)
             async with entry.lock:
                 if entry.is_over and self.uncertain_keys.get(key) is not None:
@@ -233,34 +232,34 @@ class WatchedStore:
         return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
 
     def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:
-        """A change of an uncertain key has been answered."""
+        """Record the state of a key after a change; if it is certain by now, drop the content."""
         if not entry.is_over:
             self.uncertain_keys.expect(entry, state, content)
         elif content is not None:
             self.uncertain_keys.remove(content)
 
     async def current_state(self, key: str) -> KeyState:
-        """The state of a key in the bucket."""
+        """Request the state of a key: its object, or ABSENT."""
         try:
             return await self.inner.head(key)
         except NotFoundError:
             return ABSENT
 
     async def _acknowledge_anew(self, entry: UncertainKey, info: ObjectInfo) -> bool:
-        """As `_acknowledged`, of a content that is in the bucket alone, and is fetched.
+        """As `_acknowledged`, for a content that only the bucket has, and that is downloaded.
 
-        False if a late request has undone the change already: nothing is acknowledged then, for
-        what it was made of may be removed next.
+        False if a late request has undone the change already: it is not acknowledged then, as
+        the caller may remove its source next.
 
         Raises:
-            StoreError: it is gone, and the bucket could not tell what is there.
+            StoreError: the object is gone, and the HEAD for the key's state failed.
         """
         if entry.is_over:
             return True
         if info.metadata is None:
             with suppress(StoreError):
                 found = await self.inner.head(info.key)
-                if found.etag == info.etag:  # else something has replaced it already
+                if found.etag == info.etag:  # else another object has replaced it already
                     info = found
         content = entry.content
         expected = entry.expected
@@ -276,7 +275,7 @@ class WatchedStore:
         return True
 
     async def fetch_content(self, entry: UncertainKey) -> None:
-        """Have a copy of the content that is expected under a key, which may change meanwhile."""
+        """Download a key's expected content if the disk lacks it; the key may change meanwhile."""
         info = entry.expected
         if not isinstance(info, ObjectInfo) or entry.content is not None:
             return
@@ -295,7 +294,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _copied(self, entry: UncertainKey, fd: int, size: int) -> AsyncIterator[str | None]:
-        """Copy a content before it is sent; None if it is empty, or the disk is full."""
+        """Copy a content before it is sent; yields the copy's name, None if empty or disk full."""
         if entry.is_over or not size:
             yield None
             return
@@ -310,7 +309,10 @@ class WatchedStore:
             yield path.name
 
     async def _fetched(self, entry: UncertainKey, info: ObjectInfo) -> str | None:
-        """A copy of an object's content, or None; StaleVersionError, NotFoundError: it is gone."""
+        """Download an object's content; return the file's name, None if it is empty or that fails.
+
+        Raises StaleVersionError or NotFoundError if the object is gone.
+        """
         if not info.size:
             return None
         path = self.uncertain_keys.content_path(entry)
@@ -341,7 +343,7 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file, below a directory of this user alone; it is removed if what fills it fails."""
+    """Create a file in a directory that only this user can read; it is removed on failure."""
     with _removed_on_failure(path), open(path, "xb") as file:
         yield file
 

@@ -1,9 +1,9 @@
-"""Attributes that the bucket does not have yet, on record: a file that is appended to.
+"""The log of changed attributes that the bucket does not have yet.
 
     STAGING/attributes       one line for each change (posix/journal/line_log.py)
 
-It lies beside the staged files, and like them it is found by the next daemon,
-and by the next mount.
+The log is in the directory of the staged files, and like these it is found by the next
+daemon, and by the next mount.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAME = "attributes"
 
 @dataclass(frozen=True, slots=True)
 class RecordedAttributes:
-    """The attributes an object is to have: `info` is its version, `metadata` its user metadata.
+    """The attributes that an object is to get: `info` is its version, `metadata` the new metadata.
 
-    `tokens` are those of requests that may have made another version of it.
+    `tokens` are those of earlier requests for this, which may have made a new version already.
     """
 
     info: ObjectInfo
@@ -38,14 +38,14 @@ class RecordedAttributes:
 
 
 class AttributeLog(LineLog):
-    """The record of one mount."""
+    """The attribute log of one mount."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / NAME)
 
 
 def load(directory: Path) -> list[RecordedAttributes]:
-    """The records of a staging directory. Blocks."""
+    """Read the attribute log of a staging directory. Blocks."""
     records: list[RecordedAttributes] = []
     for key, fields in load_lines(directory / NAME).items():
         try:

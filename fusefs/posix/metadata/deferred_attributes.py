@@ -1,15 +1,15 @@
 """Attributes of closed files: shown here at once, in the bucket within about a second.
 
-S3 has no request for metadata alone: a mode, an owner or a time that changes
-is a copy of the object onto itself. Programs that unpack and copy (rsync, tar,
-cp -a) change three of them after each close, and rename the file. So a change
-is put on record (attribute_log.py) and waits for DEFER_S, and what changes
-meanwhile goes along: a rename takes it into its own copy, an open for writing
-into the file's next content, and removing the file drops it. `fsync`, `fusefs
-sync` and the end of the mount do not wait that long.
+S3 has no request that changes only metadata: a new mode, owner or time takes
+a copy of the object onto itself. Programs that unpack and copy (rsync, tar,
+cp -a) change all three after each close, and rename the file. So a change
+is recorded (attribute_log.py) and waits for DEFER_S; further changes in this time are
+sent with it. A rename adds the change to its own copy, an open for writing
+adds it to the file's next upload, and a removal drops it. `fsync`, `fusefs
+sync` and the end of the mount send it at once.
 
-What S3 refuses stays on record and is tried again. If another client has
-replaced or removed the object, its change was the later one: then the
+A change that S3 refuses stays recorded and is tried again. If another client has
+replaced or removed the object, that client's change was the later one: then the
 attributes are given up, and the log says so.
 """
 
@@ -40,28 +40,27 @@ from fusefs.telemetry.stalls import Work, unattended, waiting_for
 logger = logging.getLogger("fusefs.attributes")
 
 DEFER_S = 1.0
-# How often what failed is tried again.
+# The pause between attempts to send a change.
 RETRY_S = 5.0
 AT_ONCE = 16
-# Who changes the attributes of more files than S3 takes waits for it: 5 MB, and ten times that
-# where all are to be sent at once.
+# The most changes that wait (5 MB, and 50 MB if all are sent at once); beyond it programs wait.
 MOST = 10_000
-# How long what was put here counts as not having been described by others, and how many do.
+# For how long an object put by this mount counts as unchanged by others, and for how many.
 OWN_S = 30.0
 MOST_OWN = 4096
-# Of how many requests for one object it is known that they may have been executed.
+# The most tokens of unanswered requests that are recorded for one object.
 MOST_TOKENS = 8
 
 
 @dataclass(slots=True, eq=False)
 class DeferredChange:
-    """The attributes that one object is to have; `info` is the version that it is about.
+    """The new attributes (`meta`) that one object is to get; `info` is the object's version.
 
-    `since` and `due` are in trio's seconds. `sending` is set while a request is
-    under way, which is a part of `work`, and `error` is what the last one failed
-    with. `changes` counts how often it was changed. `tokens` are those of the
-    requests over `info` that were not answered, as far as is known, and `token` is that
-    of the next one, None until it is on record.
+    `since` and `due` are in trio's seconds. `sending` is not None while a request is
+    under way, which is a part of `work`, and `error` is that of the last request.
+    `changes` counts the changes of `meta`. `tokens` are the tokens of unanswered
+    requests for `info`, and `token` is that
+    of the next request, None until it is recorded.
     """
 
     info: ObjectInfo
@@ -80,7 +79,7 @@ class DeferredChange:
         return self.info.key
 
     def size(self) -> int:
-        """The bytes that wait to be sent, which are none."""
+        """The number of bytes that wait to be sent: 0."""
         return 0
 
     def recorded(self) -> RecordedAttributes:
@@ -88,10 +87,10 @@ class DeferredChange:
 
 
 class OwnObjects:
-    """The objects that this mount has just put into the bucket. Belongs to the event loop.
+    """The objects that this mount has put recently. Belongs to the event loop.
 
-    Such an object has no tags and headers beside its content type, so that a
-    copy of it with other metadata needs no HEAD before.
+    Such an object has no tags, and no headers but its content type, so that it
+    can be copied with other metadata without a HEAD before.
     """
 
     def __init__(self, store: Store) -> None:
@@ -99,20 +98,20 @@ class OwnObjects:
         self._known: OrderedDict[str, tuple[float, ObjectInfo]] = OrderedDict()
 
     def note(self, info: ObjectInfo) -> None:
-        """Remember an object as this mount has put it; the oldest of many are forgotten."""
+        """Remember an object that this mount has put; beyond MOST_OWN the oldest is forgotten."""
         self._known[info.key] = time.monotonic(), info
         self._known.move_to_end(info.key)
         if len(self._known) > MOST_OWN:
             self._known.popitem(last=False)
 
     def get(self, info: ObjectInfo) -> ObjectInfo | None:
-        """The object of a version as it was put, if that is not long ago."""
+        """The object with its metadata, if this mount put this version recently; else None."""
         at, own = self._known.get(info.key, (0.0, info))
         is_young = time.monotonic() - at < OWN_S
         return own if is_young and at and own.version == info.version else None
 
     async def describe(self, source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
-        """Copy a version, if it is there still, with the metadata of `write`."""
+        """Copy a version to `key` with the metadata of `write`; StaleVersionError if replaced."""
         own = self.get(source)
         made = await self._store.copy(
             own or source.version, key, write._replace(is_own=own is not None)
@@ -123,11 +122,11 @@ class OwnObjects:
 
 
 class DeferredAttributes:
-    """The attributes of one mount's files that are to be sent. Belongs to the event loop.
+    """The changed attributes of one mount that are to be sent. Belongs to the event loop.
 
-    `landed` is called with the old version and the new one, and `lost` if there is no such
-    version any more.
-    What can't be put on record raises OSError, what could not be sent StoreError; it is kept.
+    `landed` is called with the old and the new version of an object, and `lost` with a version
+    that was replaced or removed, so that its change is given up.
+    A change that can't be recorded raises OSError; one that can't be sent StoreError, and is kept.
     """
 
     def __init__(
@@ -146,17 +145,17 @@ class DeferredAttributes:
         self._landed = landed
         self._lost = lost
         self._by_key: dict[str, DeferredChange] = {}
-        # What goes along with a change that is under way: on record until that is done.
+        # Changes taken by a rename or an upload under way; recorded until that is done.
         self._taken: set[DeferredChange] = set()
-        # By when each is due; what was sent or taken meanwhile is passed over.
+        # Heap by due time; entries that were sent or taken meanwhile are skipped.
         self._queue: list[tuple[float, int, DeferredChange]] = []
         self._numbers = itertools.count()
         self._is_running = False
         self._is_sooner = trio.Event()
         self._at_once = trio.CapacityLimiter(AT_ONCE)
-        # Those that are sent when they are due: a task for each that waits would be too many.
+        # Limits the tasks that send due changes: one for each waiting change would be too many.
         self._due = trio.Semaphore(AT_ONCE)
-        # Set when something was sent or dropped, or could not be sent.
+        # Set when a change was sent or dropped, or failed.
         self._less = trio.Event()
         self._is_failing = False
 
@@ -164,7 +163,7 @@ class DeferredAttributes:
         return len(self._by_key)
 
     def get(self, info: ObjectInfo) -> Meta | None:
-        """The attributes that a version is to have; None if its object has them."""
+        """The attributes that wait to be sent for a version; None if there are none."""
         found = self._by_key.get(info.key)
         return found.meta if found is not None and found.info.etag == info.etag else None
 
@@ -172,18 +171,18 @@ class DeferredAttributes:
         return key in self._by_key
 
     def pending(self, key: str) -> list[DeferredChange]:
-        """The waiting changes of a file, or of all below a prefix ("": of everything)."""
+        """The waiting changes at or below a key ("": all)."""
         return [one for one in self._by_key.values() if is_at_or_below(one.key, key)]
 
     # Changing
 
     @property
     def is_full(self) -> bool:
-        """True if so many changes wait that others have to wait for them."""
+        """True if so many changes wait that programs have to wait with further ones."""
         return len(self._by_key) >= MOST
 
     async def wait_for_room(self) -> None:
-        """Wait while there are very many changes, and the bucket takes them."""
+        """Wait while very many changes wait to be sent, unless the bucket refuses them."""
         while self.is_full and not self._is_failing:
             await self._less.wait()
 
@@ -192,7 +191,7 @@ class DeferredAttributes:
         self._less = trio.Event()
 
     def put(self, info: ObjectInfo, meta: Meta) -> None:
-        """Have a version's object say something, soon; on record when this returns."""
+        """Record new attributes for a version's object, to be sent soon."""
         entry = self._by_key.get(info.key)
         if entry is not None and entry.info.etag == info.etag:
             self._log.append(
@@ -206,7 +205,7 @@ class DeferredAttributes:
             self._add(DeferredChange(info, meta))
 
     def _note(self, record: RecordedAttributes) -> bool:
-        """Put a change on record if the disk takes it; it is sent in any case."""
+        """Record a change; False if the disk fails, which is logged: it is sent in any case."""
         try:
             self._log.append(record.line())
             return True
@@ -231,7 +230,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """Hand over to the new object what was changed while the object got another key."""
+        """Assign a change made during a rename to the new object (None: drop the change)."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
@@ -246,7 +245,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     async def give_up(self, key: str) -> int:
-        """Give up what waits, as `pending`; return how many files have the bucket's attributes."""
+        """Drop the changes at or below a key, so that the bucket's show; return their number."""
         given_up = self.pending(key)
         for entry in given_up:
             await self.until_unsent(entry.key)
@@ -263,7 +262,7 @@ class DeferredAttributes:
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Make a change needless, or take it along; it is sent after all if that fails."""
+        """Take a key's change, to send it in another way or drop it; an exception puts it back."""
         await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:
@@ -291,7 +290,7 @@ class DeferredAttributes:
                 await entry.sending.wait()
 
     async def flush(self, key: str) -> None:
-        """Have the bucket say what an object is to say."""
+        """Send the change of a key, if there is one. Raises the error of the request."""
         while (entry := self._by_key.get(key)) is not None:
             entry.error = None
             await self._send(entry)
@@ -299,7 +298,7 @@ class DeferredAttributes:
                 raise entry.error
 
     async def flush_below(self, prefix: str) -> None:
-        """As `flush`, for everything at or below a prefix; the first error after all are sent."""
+        """As `flush`, for all keys at or below a prefix; the first error is raised at the end."""
         waiting = self.pending(prefix)
         async with trio.open_nursery() as nursery:
             for entry in waiting:
@@ -308,16 +307,16 @@ class DeferredAttributes:
         for entry in waiting:
             if entry.error is not None:
                 raise entry.error
-            await self.flush(entry.key)  # what was changed while another task sent it
+            await self.flush(entry.key)  # changes made while another task sent this one
 
     def hurry(self, key: str) -> None:
-        """Have everything at or below a key sent now."""
+        """Start to send all changes at or below a key now."""
         for entry in self.pending(key):
             entry.error = None
             self._nursery.start_soon(self._send_unattended, entry)
 
     async def _run(self) -> None:
-        """Send what is due, until there is nothing left."""
+        """Send changes when they are due, until none is left."""
         try:
             while self._queue:
                 due = self._queue[0][0]
@@ -336,7 +335,7 @@ class DeferredAttributes:
             self._is_running = False
 
     async def _send_unattended(self, entry: DeferredChange, *, is_due: bool = False) -> None:
-        """As `_send`, where the request that has begun this task does not wait for it."""
+        """As `_send`, in a task that no request waits for."""
         try:
             with unattended():
                 await self._send(entry)
@@ -345,7 +344,7 @@ class DeferredAttributes:
                 self._due.release()
 
     async def _send(self, entry: DeferredChange) -> None:
-        """Send a change; one that is under way is waited for."""
+        """Send a change, or wait for the request under way; a failure sets `entry.error`."""
         with waiting_for(entry.work):
             if entry.sending is not None:
                 await entry.sending.wait()
@@ -357,8 +356,8 @@ class DeferredAttributes:
                         if self._by_key.get(entry.key) is entry:
                             await self._request(entry)
             except trio.Cancelled:
-                # The program that waited was killed. `_run` may have passed this change over, as
-                # it was being sent. Not due at once: while the mount ends this is cancelled again.
+                # The waiting program was killed. `_run` may have skipped this change, as it was
+                # being sent. Not due at once: at the mount's end this would be cancelled again.
                 if self._by_key.get(entry.key) is entry:
                     entry.due = trio.current_time() + DEFER_S
                     self._wait_for(entry)
@@ -375,21 +374,21 @@ class DeferredAttributes:
             if await self._may_come_back(entry, error):
                 return
             logger.warning("%s was replaced or removed: its attributes are given up", entry.key)
-            if self._by_key.get(entry.key) is entry:  # else they are another version's by now
+            if self._by_key.get(entry.key) is entry:  # else the key has a newer change by now
                 self.drop(entry.key)
             self._lost(entry.info)
         except (StoreError, OSError) as error:
             self._failed(entry, error)
         else:
-            # A change or a removal that comes before this is shown waits for it.
+            # Shielded: other changes of the key wait until the new version is shown.
             with trio.CancelScope(shield=True):
                 await self._landed(entry.info, info)
             self._sent(entry, changes, info)
 
     async def _may_come_back(self, entry: DeferredChange, error: StoreError) -> bool:
-        """True if a version that is gone may be put back, as a late request has undone it.
+        """True if a late request may have undone a version, so that a repair will put it back.
 
-        Its change has failed for now then, and so it has where the bucket could not tell.
+        The change then counts as failed for now; so it does if the HEAD fails.
         """
         unanswered = self._store.unanswered
         if not unanswered.concerns(entry.key):
@@ -406,7 +405,7 @@ class DeferredAttributes:
         return True
 
     async def _copied(self, entry: DeferredChange) -> ObjectInfo:
-        """Send a change, also over what an earlier request of it has made without an answer."""
+        """Send a change, also if an earlier request without an answer has made a new version."""
         try:
             earlier = entry.tokens
             return await self._copy(entry)
@@ -422,7 +421,7 @@ class DeferredAttributes:
         return await self._copy(entry)
 
     async def _copy(self, entry: DeferredChange) -> ObjectInfo:
-        """Send the request, with a token on record by which the next process knows its work."""
+        """Send the request, with a recorded token by which the next process knows the result."""
         if entry.token is None:
             entry.token = self._store.tokens.next()
             entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
@@ -434,7 +433,7 @@ class DeferredAttributes:
         return await self._own.describe(entry.info, entry.key, write)
 
     async def is_about(self, entry: DeferredChange, info: ObjectInfo) -> bool:
-        """True if a change is about a version, or an earlier request has made that one of it."""
+        """True if `info` is the change's version, or the result of an earlier request for it."""
         if entry.info.etag == info.etag or not entry.tokens:
             return entry.info.etag == info.etag
         made = await find(self._store, entry.key)
@@ -450,7 +449,7 @@ class DeferredAttributes:
         self._note_less()
 
     def _sent(self, entry: DeferredChange, changes: int, info: ObjectInfo) -> None:
-        """The bucket has the first so many changes of an object, which is another one for that."""
+        """Note that the bucket has an entry's first `changes` changes, as the version `info`."""
         self._is_failing = False
         if self._by_key.get(entry.key) is not entry:
             return
@@ -468,7 +467,7 @@ class DeferredAttributes:
     def adopt(
         self, found: Iterable[tuple[RecordedAttributes, Meta]], *, is_on_record: bool
     ) -> None:
-        """Take up what an earlier process was to send."""
+        """Take over changes that an earlier process left, for keys without a change."""
         new = [(record, meta) for record, meta in found if record.info.key not in self._by_key]
         if new and not is_on_record:
             self._log.append(b"".join(record.line() for record, _ in new))
@@ -476,7 +475,7 @@ class DeferredAttributes:
             self._add(DeferredChange(record.info, meta, record.tokens))
 
     async def drain(self) -> None:
-        """Send everything once. What fails stays on record."""
+        """Attempt to send each change once. Failed changes stay recorded."""
         while waiting := [entry for entry in self._by_key.values() if entry.error is None]:
             async with trio.open_nursery() as nursery:
                 for entry in waiting:

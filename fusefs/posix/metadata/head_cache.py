@@ -1,15 +1,15 @@
-"""Modes, owners, times and attributes of objects, which listings lack: from HEAD requests.
+"""The attributes of objects (mode, owner, time, xattrs), which listings lack, by HEAD requests.
 
 A writable mount sends a HEAD for each name that is looked up, unless the object is
-assumed to have none (directory/head_policy.py). When a program looks at one name after
-the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
-are sent along: one, two, four, and at most MOST_AHEAD. A folder that is listed, that a walk
-is about to reach, or in which a second name is looked up, has HEADs of a few names at once
-where these may decide for all of them.
+assumed to have no attributes (directory/head_policy.py). If a program looks up one name
+after the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
+are sent ahead: one, two, four, and at most MOST_AHEAD. For a folder that is listed, that a
+walk is about to reach, or in which a second name is looked up, HEADs of a few names are sent
+at once if these can decide for all others.
 
-A read-only mount assumes more. A program that may not read or execute a file
-has the kernel ask for its attributes once more: then they are the object's. The GET of a small
-file brings them as well. Where an object turns out to be a link that the kernel was told to be
+A read-only mount assumes more. If assumed attributes deny a program access to a file, the
+kernel requests them again, and then gets those of the object. The GET of a small
+file brings them as well. If an object turns out to be a symbolic link that was shown as
 a file, its name gets a new node: an open of the old one is ESTALE, upon which the kernel looks
 the name up again and follows the link.
 """
@@ -39,17 +39,17 @@ from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import Work
 
-# As many as requests may run at once by default.
+# The default number of simultaneous requests.
 MOST_AHEAD = 32
-# Answers that no request has used yet, and directories that are walked through.
+# The most answers that no request has used yet, and directories read in order.
 MOST_KEPT = 4096
 MOST_SCANS = 64
-# Versions whose attributes are remembered, at about 100 bytes for each.
+# The most versions whose attributes are remembered, at about 100 bytes each.
 MOST_REMEMBERED = 200_000
-# How long after its attributes have expired a question of the kernel may still be about them.
+# For how long after their expiry a GETATTR may mean that the kernel doubts the attributes.
 DOUBT_S = 1.0
-# The kernel asks at once for what it was told while it dropped another inode (`evict_ctr` in its
-# fs/fuse/inode.c): so soon after a FORGET its questions are no doubt.
+# The kernel requests attributes again if it got them while it dropped another inode (`evict_ctr`
+# in its fs/fuse/inode.c): within this time after a FORGET a GETATTR means no doubt.
 EVICTING_S = 1.0
 # S3 has times in whole seconds, and by a clock of its own.
 CLOCKS_NS = 5 * SECOND_NS
@@ -57,7 +57,7 @@ CLOCKS_NS = 5 * SECOND_NS
 
 @dataclass(slots=True, eq=False)
 class PendingHead:
-    """One HEAD, under way or answered. `info` is None if there is no such object.
+    """One HEAD, under way or `done`. `info` is then None if there is no object.
 
     `sent` is in seconds of the monotonic clock.
     """
@@ -71,10 +71,10 @@ class PendingHead:
 
 @dataclass(slots=True)
 class ScanState:
-    """A program that goes through a directory in order, with HEADs sent ahead of it.
+    """The state of HEADs that are sent ahead of a program reading a directory in order.
 
-    `last` is the name it looked at last, `width` how many names were sent ahead
-    at the last step, and `remaining` how many of them it has not reached.
+    `last` is the last name that was looked up, `width` the number of HEADs sent ahead
+    at the last step, and `remaining` the number of these that the program has not reached.
     """
 
     last: str = ""
@@ -85,8 +85,8 @@ class ScanState:
 class HeadCache:
     """The attributes of one mount's objects. Belongs to the event loop.
 
-    HEADs run in `nursery`. `deferred` has the attributes of a version that its
-    object does not have yet.
+    HEADs run in `nursery`. `deferred` returns the attributes that wait to be sent for a
+    version, or None.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class HeadCache:
         self._pending: OrderedDict[str, PendingHead] = OrderedDict()
         self._scans: OrderedDict[str, ScanState] = OrderedDict()
         self._deferred = deferred
-        # Directories of which a sample is under way.
+        # The samples under way, by directory.
         self._sampled: dict[str, PendingHead] = {}
-        # The attributes of versions, None for no attributes, by `_version`: the kernel
-        # forgets names, and looks them up again, sooner than the attributes change.
+        # Attributes by `_version`, None for no attributes: the kernel forgets names, and
+        # looks them up again, more often than attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
     def needs_head(self, inode: Inode) -> bool:
-        """True if an inode's attributes take a HEAD before they are shown."""
+        """True if a HEAD is needed before an inode's attributes are shown."""
         if inode.meta is not None:
             return False
         if inode.parent is None:
@@ -125,11 +125,11 @@ class HeadCache:
         return self.needs_head_of(inode, self.assumed(inode.parent))
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
-        """As `needs_head`, with what is assumed of the inode's directory."""
+        """As `needs_head`, given the assumptions about the inode's directory."""
         may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
         until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until
-        # `lacks` has it show what waits to be sent, and comes first where anything may.
+        # `lacks` also sets attributes that wait to be sent, so on a writable mount it comes first.
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
 
     def assumed(self, directory: Inode) -> Assumed:
@@ -137,7 +137,7 @@ class HeadCache:
         return self._policy.assumed(self._inodes.key(directory))
 
     def is_doubted(self, inode: Inode) -> bool:
-        """True if the kernel asks again because assumed attributes do not let a program in."""
+        """True if the kernel probably repeats a GETATTR as assumed attributes deny access."""
         if not self.asks_less or inode.info is None or not inode.is_current:
             return False
         now = time.monotonic()
@@ -146,7 +146,7 @@ class HeadCache:
         return self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
-        """True if the attributes of an inode's object are not known."""
+        """True if the attributes of an inode's object are unknown; known ones are set here."""
         if inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
@@ -166,14 +166,14 @@ class HeadCache:
         return False
 
     def meta(self, inode: Inode) -> Meta:
-        """An inode's attributes, as far as they are known."""
+        """An inode's attributes, or the defaults if they are unknown."""
         inode = inode.lead or inode
         if inode.staged is not None:
             return inode.staged.meta
         return inode.meta or inode.default_meta(self._owner)
 
     async def show(self, inode: Inode) -> None:
-        """Have the attributes that stat shows; a read-only mount does without a HEAD that fails."""
+        """Request the attributes that stat shows; a read-only mount ignores a failed HEAD."""
         if not self.needs_head(inode):
             return
         if inode.parent is not None:
@@ -190,7 +190,7 @@ class HeadCache:
                 self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
-        """Have the attributes of an object before they are changed; ESTALE for an unknown link."""
+        """Request an inode's attributes if unknown; ESTALE if it is a link shown as a file."""
         was_current = inode.is_current
         if self.lacks(inode):
             await self._learn(inode)
@@ -201,7 +201,7 @@ class HeadCache:
         key = self._inodes.key(inode)
         head = self._pending.pop(key, None)
         if head is not None:
-            # It has to be of the version that the inode stands for, and not too old.
+            # The answer has to be about the inode's version, and not too old.
             prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
             is_old = time.monotonic() - head.sent > self._directories.get(prefix).most_s
             known, info = inode.info, head.info
@@ -212,21 +212,21 @@ class HeadCache:
         await self._take(inode, head or self._send(key))
 
     async def show_all(self, inodes: Sequence[Inode]) -> None:
-        """As `show`, for several of one directory at once."""
+        """As `show`, for several inodes of one directory at once; any failed HEAD is raised."""
         while batch := [inode for inode in inodes if self.needs_head(inode)][:MOST_AHEAD]:
             heads = [self._send(self._inodes.key(inode)) for inode in batch]
             for inode, head in zip(batch, heads, strict=True):
                 await self._take(inode, head)
 
     def wants_sample(self, directory: Inode) -> bool:
-        """True if HEADs of a few of a directory's names may spare those of the others."""
+        """True if HEADs of a few of a directory's names may save those of the others."""
         return self._policy.is_undecided(self._inodes.key(directory))
 
     async def sample(self, directory: Inode, segment: Segment, *, is_listed: bool = True) -> None:
-        """Have HEADs of a few of a directory's names, which may spare those of the others.
+        """Send HEADs of a few of a directory's names, which may save the others; wait for them.
 
-        Where it is not listed, the first name that is looked up has its own alone, if the mount
-        is writable.
+        If the directory is not being listed (`is_listed`), a writable mount sends no sample at
+        the first lookup.
         """
         prefix = self._inodes.key(directory)
         self._send_sample(prefix, segment, is_listed=is_listed)
@@ -236,13 +236,13 @@ class HeadCache:
                 await sampled.done.wait()
 
     def sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """As `sample`, before a program comes; one directory of a parent at a time is enough."""
+        """Start a sample ahead of a program, for one directory of each parent at a time."""
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
         if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
 
     def _send_sample(self, prefix: str, segment: Segment, *, is_listed: bool) -> None:
-        """Send HEADs of a few of a directory's names, unless those beside it decide for it."""
+        """Start the HEADs of a sample, unless the directory's siblings decide for it."""
         policy = self._policy
         if prefix in self._sampled or not policy.is_undecided(prefix):
             return
@@ -265,7 +265,7 @@ class HeadCache:
             self._nursery.start_soon(self._run_sample, prefix, keys, times)
 
     async def _run_sample(self, prefix: str, keys: Sequence[str], modified_ns: list[int]) -> None:
-        """Send the HEADs of a sample; of all `keys` if some have what is shown anyway."""
+        """Send the HEADs of a sample; of all `keys` if some attributes equal the defaults."""
         sampled, heads = self._sampled[prefix], dict[str, PendingHead]()
         few = self._policy.sample_size
         try:
@@ -292,7 +292,7 @@ class HeadCache:
         return not self._policy.has_no_attributes(names.parent_of(info.key), info.mtime_ns)
 
     async def learn_version(self, info: ObjectInfo) -> None:
-        """Remember a listed object's attributes before its name is looked up, if that succeeds."""
+        """Request and remember a listed object's attributes ahead; errors are ignored."""
         try:
             current = await self._store.head(info.key)
         except StoreError:
@@ -302,18 +302,18 @@ class HeadCache:
             self._remember(current, known)
 
     def described(self, info: ObjectInfo) -> None:
-        """Take note of what a GET said of an object beside its bytes."""
+        """Note, and show, the attributes of an object that came with a GET."""
         known = self._observe(info)
         inode = self._inodes.at(info.key)
         if inode is not None and _is_same(info, inode.info) and self.lacks(inode):
             self._learned(inode, known)
-            # Not of what is learned for a GETATTR: the kernel would not believe its answer.
+            # Not after a GETATTR's own HEAD: the kernel would not believe the answer.
             if inode.nlookup and inode.meta != inode.default_meta(self._owner):
                 self._notifier.invalidate_attributes(inode.nodeid)
         self._remember(info, known)
 
     def _learned(self, inode: Inode, known: Meta) -> None:
-        """Show known attributes; a link that the kernel takes for a file gets another node."""
+        """Set an inode's attributes; a link that the kernel takes for a file gets a new node."""
         was_told = inode.nlookup > 0 and inode.valid_until > 0
         if was_told and known.is_symlink and inode.is_current:
             self._inodes.mark_replaced(inode)
@@ -327,7 +327,7 @@ class HeadCache:
         if head.error is not None:
             raise head.error
         if self.lacks(inode):
-            # Without an object: a directory that has no marker, or a file that is just going.
+            # There is no object for a directory without a marker, or a file just removed.
             metadata = head.info.metadata if head.info is not None else None
             known = meta.read(metadata or {}, inode.default_meta(self._owner))
             if head.info is not None and _is_same(head.info, inode.info):
@@ -335,7 +335,7 @@ class HeadCache:
             self._learned(inode, known)
 
     def _remember(self, info: ObjectInfo, known: Meta) -> None:
-        # Else a further change of its metadata might not show in its time.
+        # Another change of so young an object might not show in its time: it is not remembered.
         if time.time_ns() - info.mtime_ns <= CLOCKS_NS:
             return
         self._remembered[_version(info)] = None if known == self._owner.file else known
@@ -360,7 +360,7 @@ class HeadCache:
             head.done.set()
 
     def _observe(self, info: ObjectInfo) -> Meta:
-        """Take note of what an object is known to have; return its attributes."""
+        """Note if an object has attributes, for the policy; return them."""
         is_directory = info.key.endswith("/")
         default = self._owner.directory if is_directory else self._owner.file
         known = meta.read(info.metadata or {}, default)
@@ -373,7 +373,7 @@ class HeadCache:
             directory = self._inodes.at(prefix)
             for child in (directory.children or {}).values() if directory is not None else ():
                 if child.nlookup and child.info is not None and child.meta is None:
-                    # The kernel was told what was assumed, and is to look it up again.
+                    # The kernel got assumed attributes, and has to look the names up again.
                     self._notifier.invalidate_names()
                     break
         modified_ns = 0 if is_directory else info.mtime_ns
@@ -385,7 +385,7 @@ class HeadCache:
     # Ahead
 
     def _look_ahead(self, inode: Inode, *, is_expected: bool) -> None:
-        """Send HEADs of the next names of a directory if it is read in order."""
+        """Send HEADs of the next names of a directory if a program reads it in order."""
         if inode.parent is None:
             return
         prefix = self._inodes.key(inode.parent)
@@ -429,8 +429,8 @@ def _modified_ns(inode: Inode) -> int:
 
 
 def _version(info: ObjectInfo) -> int:
-    """A number that no other object has, nor this one after its metadata is changed."""
-    # Some servers list parts of seconds, which a HEAD lacks.
+    """A hash that differs for other objects, and for this one after a change of its metadata."""
+    # Whole seconds: some servers list fractions, which a HEAD lacks.
     return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
 
 

@@ -1,11 +1,11 @@
-"""Extended attributes: what an object has beside its bytes, and what programs give it.
+"""Extended attributes: properties of the object, and attributes set by programs.
 
-`user.s3.*` tell of the object to programs that request them by name. They are read-only
-and hence not listed: a program that copies a file with its attributes sets all that are
-listed. All other `user.*` are kept in the object's metadata, which is small (see
-object_metadata.py), and known on a writable mount alone. Attributes of other kinds would
-mean something to the kernel, and what stands in a bucket is not to give anybody rights
-here: no file has any, and to say so takes no request, for `ls -l` asks for two of each file.
+`user.s3.*` are properties of the object, for programs that request them by name. They are
+read-only and hence not listed: a program that copies a file with its attributes sets all
+listed ones. All other `user.*` are kept in the object's metadata, which is small (see
+object_metadata.py), and are known only on a writable mount. Attributes of other kinds would
+have a meaning for the kernel, and a bucket's content must not give anybody rights here. So no
+file has any, which is answered without a request: `ls -l` asks for two of each file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Xattrs:
         self._head_cache = head_cache
 
     def get(self, inode: Inode, name: str) -> Answer[bytes]:
-        """The value of one attribute; ENODATA if there is none of this name."""
+        """The value of one attribute; ENODATA if the file has no attribute of this name."""
         if name.startswith(OURS):
             return self._of_object(inode, name)
         if _is_settable(name) and self._head_cache.lacks(inode):
@@ -47,7 +47,7 @@ class Xattrs:
         return self._kept(inode, name)
 
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
-        """The names that programs have given values; asks nothing that stat did not ask."""
+        """The names of attributes set by programs; it needs no HEAD after a stat."""
         if self._head_cache.needs_head(inode):
             return waiting(self._names_later(inode))
         return self._names(inode)
@@ -80,7 +80,7 @@ class Xattrs:
             return self._inodes.key(inode).encode()
         if name == "user.s3.endpoint" and self._endpoint:
             return self._endpoint.encode()
-        # What is in no bucket yet has no more.
+        # A file that the bucket lacks has no other attribute.
         if info is None or not info.etag:
             raise OSError(errno.ENODATA, name)
         if name == "user.s3.etag":
@@ -94,7 +94,7 @@ class Xattrs:
         return _headed(info, name)
 
     async def _get_later(self, inode: Inode, name: str) -> bytes:
-        """Ask for what no listing tells; remembered if it is about the same version."""
+        """Get a property by a HEAD, whose answer is kept; ESTALE if the object was replaced."""
         info = await self._store.head(inode.object.key)
         if info.version != inode.object.version:
             raise OSError(errno.ESTALE, "the object has been replaced")
@@ -107,11 +107,11 @@ def changed(
 ) -> Pairs:
     """The attributes after one has been set or, with the value None, removed.
 
-    `is_repeated`: it may have been done already.
+    `is_repeated`: the change may have been made already, so that is no error.
 
     Raises:
         OSError: EPERM, EOPNOTSUPP or EINVAL for a name that cannot be set;
-            EEXIST or ENODATA as `flags` say, and for what cannot be removed.
+            EEXIST or ENODATA as `flags` say; ENODATA for a removal of a missing attribute.
     """
     if name.startswith(OURS):
         raise OSError(errno.EPERM, "the bucket tells this attribute")

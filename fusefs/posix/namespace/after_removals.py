@@ -1,7 +1,7 @@
-"""The store of a writable mount, with the removals that are on record taken for done.
+"""A store wrapper for writable mounts that treats waiting removals as done.
 
-A change of a key waits until its removal (write/removals.py) is done, so that none comes
-too late and takes what was made since. Listings lack what is on its way out.
+A change of a key waits until the key's removal (write/removals.py) is done, so that a late
+removal can't delete a newer object. Listings hide the objects that wait to be deleted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusefs.store.s3.multipart import Upload
 class StoreAfterRemovals:
     """As `Store`; belongs to the event loop.
 
-    Where a removal fails, so does what waits for it.
+    A request that waits for a removal fails with the removal's error.
     """
 
     def __init__(self, store: Store, removals: Removals) -> None:
@@ -35,7 +35,7 @@ class StoreAfterRemovals:
         self._removals = removals
         self.tokens = store.tokens
         self.unanswered = store.unanswered
-        # What concerns versions and uploads is the store's.
+        # Requests about versions and multipart uploads need not wait for removals.
         self.download = store.download
         self.complete = store.complete
         self.abort_upload = store.abort_upload
@@ -52,7 +52,7 @@ class StoreAfterRemovals:
         max_keys: int = 1000,
         sorts: bool = True,
     ) -> ListPage:
-        """As `Store.list_page`; a page may have fewer keys, also none, before the last."""
+        """As `Store.list_page`; a page before the last may have fewer keys, or none."""
         leaving = self._removals.keys(prefix)
         page = await self._store.list_page(
             prefix,
@@ -75,7 +75,7 @@ class StoreAfterRemovals:
         return await self._store.put_file(key, fd, size, write)
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """As `Store.begin_upload`; what is completed has been begun after the removal."""
+        """As `Store.begin_upload`, after the removal; `complete` then need not wait."""
         await self._removals.flush_at(key)
         return await self._store.begin_upload(key, write)
 

@@ -1,14 +1,14 @@
-"""Changes of names: what makes, links and removes them. Renames build on it (rename.py).
+"""Creation, linking and removal of names. Renames build on these methods (rename.py).
 
-A directory is a marker object (its prefix, empty) or what lies below a prefix.
-What this mount is about to empty gets a marker of its own, and so stays a
-directory until rmdir. It has no second name for an object: a link is a copy that replaces
-nothing, of a file that was not uploaded yet a PUT of its content.
+A directory exists by a marker object (empty, its key is the prefix) or by the objects below
+its prefix. Before its last object is removed, this mount puts a marker, so that it stays a
+directory until rmdir. A bucket has no second name for an object: a hard link is a copy, or
+a PUT of the content if the file was not uploaded yet; it replaces no object.
 
-A request may come twice, if the process that did it died before it answered.
-When all is checked, and before anything is changed, it is put on record; what
-a repeated one of these finds done is success. It knows its own copy by the token that is on
-record, or by the time that it says.
+A request may come twice, if a process died after it did the work and before it answered.
+So a request is recorded after all checks, before it changes anything; if a repeated
+request finds its change done, it succeeds. It recognises its own copy by the recorded token,
+or by the modification time in the metadata.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 Made = TypeVar("Made")
 
-# How long the copy of a file waits for what a late request has undone, and between two tries.
+# How long a copy waits for the repair of its source, which a late request has undone, and the
+# pause between two attempts.
 PUT_BACK_S = 10.0
 PUT_BACK_PAUSE_S = 0.05
 
 
 class CreateRemove:
-    """Makes and removes the names of one mount. Belongs to the event loop."""
+    """Creates, links and removes the names of one mount. Belongs to the event loop."""
 
     def __init__(
         self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
@@ -73,13 +74,13 @@ class CreateRemove:
         self._prefix_lock = prefix_lock
         self.is_open = prefix_lock.is_open
         self.until_open = prefix_lock.until_open
-        # Requests that this process has not ended.
+        # The ids of requests that this process has begun and not ended.
         self._under_way: set[int] = set()
-        # The nodes of files that an earlier process had staged.
+        # The node ids of files that an earlier process staged; None before the first change.
         self._inherited: set[int] | None = None
 
     def write_all(self, log: NodeLog) -> None:
-        """Tell a new log what the old one knows and the kernel may ask for again."""
+        """Write to a new journal the requests under way, which the kernel may send again."""
         for unique in self._under_way:
             log.begun(unique)
 
@@ -93,31 +94,31 @@ class CreateRemove:
             self._under_way.discard(caller.unique)
 
     async def below(self, name: Name, change: Coroutine[Any, Any, Made]) -> Made:
-        """Do what makes a file in a directory, whose key stays as it is meanwhile."""
+        """Run a change of a name while no directory above it can be renamed."""
         try:
             async with self._prefix_lock.change(name):
                 return await change
         finally:
-            change.close()  # it may not have begun
+            change.close()  # in case the coroutine was never started
 
     def _note_inherited(self) -> None:
-        """Before the first change of this process: whose uploads it did not see."""
+        """Remember, before the first change, the files that an earlier process staged."""
         if self._inherited is None:
             self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
 
     def _may_be_there(self, staged: StagedFile) -> bool:
-        """True if the bucket may have an object, also by a killed process's or late request."""
+        """True if the bucket may have the file's object, also by an unseen or late request."""
         if self._unanswered.concerns(staged.key):
             return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
 
     def _begin(self, caller: Caller) -> None:
-        """Put a request on record that is about to change something."""
+        """Record a request that is about to change something."""
         self._log.begun(caller.unique)
         self._under_way.add(caller.unique)
 
     def _is_repeated(self, caller: Caller) -> bool:
-        """True if a request may have been done before."""
+        """True if an earlier process may have done this request."""
         return caller.unique in self._state.begun
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
@@ -125,16 +126,15 @@ class CreateRemove:
         return (await self._directories.lookup(directory, name))[0]
 
     def _file_now(self, parent: Inode, name: str, entry: ObjectInfo) -> ObjectInfo:
-        """A file that was found before, with the ETag that this mount has given it since."""
+        """The present version of a file that was listed as `entry`, as this mount may change it."""
         directory = self._directories.get(self._inodes.key(parent))
         known = self._directories.lookup_now(directory, name)
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     async def file_now(self, inode: Inode) -> Inode:
-        """The node to change in place of one whose file was written to while somebody reads it.
+        """Return the node of a file's name, if a write gave the name a new node; else `inode`.
 
-        What is changed of a file that was removed or replaced here concerns no name, and is
-        seen through all handles of that file.
+        For a file that was removed or replaced here it is the node that leads all its handles.
         """
         if inode.lead is not None:
             return inode.lead
@@ -200,7 +200,7 @@ class CreateRemove:
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Put an object that replaces no other, where the store knows conditions; else EEXIST."""
+        """Put an object with IF_ABSENT; EEXIST if the key is in use, also without conditions."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -211,7 +211,7 @@ class CreateRemove:
             raise
 
     async def _look_again(self, parent: Inode, name: str) -> None:
-        """Raise EEXIST if another node has made what must not be replaced."""
+        """Raise EEXIST if the bucket has a file or a directory of this name by now."""
         prefix = self._inodes.key(parent)
         below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
         if not below.objects and await find(self._store, prefix + name) is None:
@@ -224,7 +224,7 @@ class CreateRemove:
             raise OSError(errno.EEXIST, name)
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
-        """Have a directory's marker say its attributes; an object with content keeps it."""
+        """Write a directory's attributes to its marker, whose content, if any, is kept."""
         async with self._prefix_lock.change((inode, "")):
             prefix, etag, put = self._inodes.key(inode), None, self._writer.empties.put_marker
             if inode.marker_etag is not None:
@@ -241,7 +241,7 @@ class CreateRemove:
     # Linking, and the copies that renames need
 
     async def link(self, inode: Inode, to: Inode, name: str, caller: Caller) -> Inode:
-        """Give a file a second name; EPERM for a directory, EEXIST if there is something."""
+        """Create a hard link; EPERM for a directory, ENOENT for a removed file, else EEXIST."""
         if inode.info is None:
             raise OSError(errno.EPERM, "a directory has one name")
         if inode.parent is None or inode.is_removed:
@@ -271,7 +271,7 @@ class CreateRemove:
             return linked
 
     async def _made_before(self, inode: Inode, key: str) -> ObjectInfo | None:
-        """The copy that a repeated request has made, known by its time to the nanosecond."""
+        """The copy that a repeated request made before, known by token or time (ns); else None."""
         found = await find(self._store, key)
         if found is None:
             return None
@@ -280,7 +280,7 @@ class CreateRemove:
         if inode.staged is None and inode.meta is None:
             source = await find(self._store, inode.object.key)
             if source is None:
-                return found  # the rename has gone on to remove it
+                return found  # the rename has deleted the source already
             inode.meta = read(source.metadata or {}, inode.default_meta(self._owner))
         meta = _said(inode)
         there = read(found.metadata or {}, inode.default_meta(self._owner))
@@ -289,7 +289,7 @@ class CreateRemove:
     async def _copy_as_is(
         self, inode: Inode, staged: StagedFile | None, key: str, condition: Condition
     ) -> ObjectInfo:
-        """Have the bucket have under another key what a file is now."""
+        """Copy or put a file's present content and attributes under another key."""
         source = inode.info
         assert source is not None
         if staged is not None and (staged.is_content_dirty or staged.etag != source.etag):
@@ -301,12 +301,12 @@ class CreateRemove:
                 return await self._copy_described(source, key, condition, staged.described())
             return await self._copy_marked(source, key, condition)
         except (NotFoundError, StaleVersionError):
-            # The kernel looks the name up again.
+            # This makes the kernel look the name up again.
             self._state.mark_stale(inode)
             raise
 
     async def _copy_marked(self, source: ObjectInfo, key: str, condition: Condition) -> ObjectInfo:
-        """Copy a version, if it is own with a token that tells the copy from other nodes'."""
+        """Copy a version; a copy of an object of this mount gets a token that identifies it."""
         own = self._writer.uploads.own.get(source)
         if own is not None and read(own.metadata or {}, self._owner.file).mtime_ns is not None:
             write = Write(own.metadata, condition=condition, is_own=True)
@@ -317,7 +317,7 @@ class CreateRemove:
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy the version expected of a key, once what a late request has undone is put back."""
+        """As `_copy`, waiting for the repair if a late request has undone the source."""
         until = trio.current_time() + PUT_BACK_S
         while True:
             try:
@@ -335,7 +335,7 @@ class CreateRemove:
                 source = expected
 
     def _refuse_undone(self, key: str) -> None:
-        """Raise a StoreError where a late request may be why an object is not what it should be."""
+        """Raise StoreError if a late request may have undone the object of a key."""
         if self._unanswered.may_have_undone(key):
             raise _undone(key)
 
@@ -348,7 +348,7 @@ class CreateRemove:
     # Removing
 
     def unlink_now(self, parent: Inode, name: str, caller: Caller) -> bool:
-        """Remove a file if that only has to be put on record; False: `unlink` is to do it."""
+        """Remove a file if recording the removal is enough; False if `unlink` has to do it."""
         prefix = self._inodes.key(parent)
         key = prefix + name
         if not self._writer.removals.may_defer(key) or not self.is_open((parent, name)):
@@ -433,7 +433,7 @@ class CreateRemove:
         return self._rules.may_be_local or bool(pending)
 
     async def fsync(self, directory: Inode) -> None:
-        """Have the bucket be without what was removed below a directory, and a power cut too."""
+        """Wait until the removals below a directory are done, and are safe against a power cut."""
         await self._writer.removals.flush_below(self._inodes.key(directory))
         if self._rules.may_be_local:
             with stage(WaitCause.CACHE_DISK):
@@ -443,12 +443,12 @@ class CreateRemove:
         await self._writer.removals.flush_below(prefix)
         if self._directories.pending_changes.has_lasting(prefix):
             return False
-        # Another node may have put something there since it was listed.
+        # Another node may have put an object there since the last listing.
         segment = await self._directories.look_again(self._directories.get(prefix))
         return not segment.entries and not segment.has_hidden
 
     async def _keep_directory(self, directory: Inode, name: str) -> None:
-        """Give a directory a marker if nothing but `name`, which is to go, makes it one."""
+        """Put a directory's marker if `name`, about to be removed, is its only entry."""
         prefix = self._inodes.key(directory)
         if directory.parent is None or directory.marker_etag is not None:
             return
@@ -479,7 +479,7 @@ class CreateRemove:
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
     async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """Keep a node's staged file, if it has one, from being written or uploaded."""
+        """Lock a node's staged file against writes and uploads; return it, or None if none."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
             held = self._writer.uploads.held(staged)
@@ -487,19 +487,19 @@ class CreateRemove:
             if inode.staged is staged:
                 stack.push_async_exit(held.__aexit__)
                 return staged
-            await held.__aexit__(None, None, None)  # it was given back to the cache meanwhile
+            await held.__aexit__(None, None, None)  # the file was released meanwhile
         return None
 
     def _let_go(self, staged: StagedFile | None) -> None:
-        """Forget an unlinked file's content, unless somebody has it open."""
+        """Release an unlinked file's content, unless a program has the file open."""
         if staged is not None and staged.inode.staged is staged and not staged.inode.is_open:
-            staged.inode.meta = staged.described()  # for older versions of it that are open
+            staged.inode.meta = staged.described()  # for nodes with older versions that are open
             self._writer.staging.release(staged)
             self._inodes.drop_unknown(staged.inode)
 
 
 def _said(inode: Inode) -> Meta | None:
-    """Return the attributes of a file with its time; None if they are not known."""
+    """The attributes of a file, including its modification time; None if they are unknown."""
     if inode.staged is not None:
         return inode.staged.described()
     meta = inode.meta

@@ -1,9 +1,9 @@
 """The requests that change something, on a writable mount.
 
-Each waits until no rename of a directory is in its way (nodes/prefix_lock.py), and then goes on
-when its request is cancelled (tasks.py), so that none is left half done. One that
-must not be applied twice is put on record before it is begun: when it is sent again,
-finding it done is success.
+Each change waits until no rename of a directory is in its way (nodes/prefix_lock.py). From then
+on it continues even if its request is cancelled (tasks.py), so that no change is left half
+done. A change that must not be applied twice is recorded before it is begun: if its
+request is sent again, a change that is already done counts as success.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Mutations:
         *names: Name,
         unwanted: Callable[[Result], None] = lambda _result: None,
     ) -> Result:
-        """Change some names; a cancelled request leaves it going on, for `unwanted` to undo."""
+        """Run a change of some names uncancelled; after a cancel `unwanted` gets its result."""
         await waiting(self.changes.until_open(*names))
         return await self._go_on(waiting(work()), unwanted)
 
@@ -72,7 +72,7 @@ class Mutations:
     # What stat shows, and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
-        """As `setattr`, for files just written (tar, rsync); None where that has to wait."""
+        """As `setattr`, if that takes no wait, as for a file just written (tar, rsync); or None."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None
@@ -92,7 +92,7 @@ class Mutations:
         return self._shown(nodeid)
 
     async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
-        """Change what stat shows, and the size with the content; answers as `getattr`."""
+        """Change a node's attributes, and its content's size; answers as `Operations.getattr`."""
         if new.size is None:
             await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)
@@ -105,7 +105,7 @@ class Mutations:
 
     async def _setattr(self, requested: Inode, new: NewAttributes) -> None:
         mtime_ns = _limited(new.mtime_ns)
-        # What is staged now would go up with what is known now.
+        # Attributes are requested first, as a staged file is uploaded with those that are known.
         inode = await self._file_now(requested)
         if new.size is not None:
             if _is_left_behind(requested):
@@ -113,8 +113,8 @@ class Mutations:
             if inode.info is None:
                 raise OSError(errno.EISDIR, "a directory")
             if new.size != self._state.attributes(inode).size:
-                mtime_ns = None  # truncate(2) asks for the current time, which it gets anyway
-            # Else a program that has it open, and may have read it, cuts it.
+                mtime_ns = None  # truncate(2) asks for the current time, which the file has anyway
+            # With a handle the program may have read the content before it truncates the file.
             is_anew = not new.size and not new.has_handle
             await self.writer.truncate(inode, new.size, is_anew=is_anew)
         old = self._head_cache.meta(inode)
@@ -129,14 +129,14 @@ class Mutations:
         self._note_changed(requested, inode, shown)
 
     async def _file_now(self, requested: Inode) -> Inode:
-        """The node to change in place of a requested one, once its attributes are known."""
+        """Return the node to change for a requested one (see `file_now`); learn its attributes."""
         inode = await self.changes.file_now(requested)
         if not _is_left_behind(inode):
             await self._head_cache.learn(inode)
         return inode
 
     def _note_changed(self, requested: Inode, inode: Inode, meta: Meta) -> None:
-        """Show changed attributes through a requested node for which another one was changed."""
+        """Show new attributes through the requested node as well, if `inode` is another one."""
         if inode is not requested:
             requested.meta, requested.packed = meta, None
             self._state.notifier.invalidate_attributes(inode.nodeid)
@@ -145,11 +145,11 @@ class Mutations:
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, flags: int, caller: Caller
     ) -> None:
-        """Set an extended attribute, with the flags of setxattr(2)."""
+        """Set an extended attribute, with the flags and errors of setxattr(2)."""
         await self._change_xattrs(nodeid, name, value, flags, caller)
 
     async def removexattr(self, nodeid: int, name: bytes, caller: Caller) -> None:
-        """Remove an extended attribute; ENODATA if there is none, see removexattr(2)."""
+        """Remove an extended attribute; ENODATA if the file has no such attribute."""
         await self._change_xattrs(nodeid, name, None, 0, caller)
 
     async def _change_xattrs(
@@ -176,10 +176,10 @@ class Mutations:
         await self._change(act, *_names_of(requested))
 
     async def _keep(self, inode: Inode, meta: Meta) -> None:
-        """Have the bucket keep other attributes of an inode."""
+        """Change an inode's attributes; those of a file are sent to the bucket later."""
         _check_size(meta)
         if _is_left_behind(inode):
-            inode.meta = meta  # for programs that have it open
+            inode.meta = meta  # for programs that have the file open
         elif inode.info is not None:
             self.writer.flusher.change_meta(inode, meta)
         elif self._inodes.key(inode):
@@ -200,7 +200,7 @@ class Mutations:
         *,
         is_reserved: bool = False,
     ) -> Answer[tuple[Inode, OpenResult]]:
-        """Make a new file and open it; `is_reserved` as for `Writer.create`."""
+        """Create a file and open it; `is_reserved` as for `Writer.create`."""
         if known := self._state.handles.opened_by(caller.unique):
             handle = self._state.handles.files[known]
             return handle.inode, OpenResult(known, keep_cache=False, may_write=True)
@@ -217,7 +217,7 @@ class Mutations:
     async def _create_later(
         self, name: Name, create: Callable[[], Answer[tuple[Inode, OpenResult]]]
     ) -> tuple[Inode, OpenResult]:
-        """Make a file once no rename of a directory is in its way."""
+        """Create a file once no rename of a directory is in its way."""
         await waiting(self.changes.until_open(name))
         answer = create()
         return answer if isinstance(answer, tuple) else await self._created(answer, name)
@@ -228,12 +228,12 @@ class Mutations:
         return await self._go_on(self.changes.below(name, answer), lambda made: self._forget(*made))
 
     def _forget(self, inode: Inode, opened: OpenResult) -> None:
-        """The kernel did not get to know a node and its handle after all."""
+        """Release a new node and its handle, as their request was cancelled before the reply."""
         self._release(opened.fh)
         self._inodes.forget(inode.nodeid, 1)
 
     async def mknod(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        """Make an empty file; EPERM for devices, pipes and sockets, which a bucket can't hold."""
+        """Create an empty file; EPERM for devices, pipes and sockets, which a bucket can't hold."""
         if not stat.S_ISREG(mode):
             raise OSError(errno.EPERM, "a bucket has no devices, pipes and sockets")
         flags = os.O_WRONLY | os.O_EXCL
@@ -243,21 +243,21 @@ class Mutations:
         return inode
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        """Make a directory by putting its marker; EEXIST if the name is taken."""
+        """Create a directory by putting its marker; EEXIST if the name exists."""
         parent = self._inodes.directory(parent_id)
         text = self._new_name(parent, name, "/")
         make = partial(self.changes.mkdir, parent, text, mode, caller)
         return await self._make(make, (parent, text))
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
-        """Make a symbolic link: an object that has the target as its content."""
+        """Create a symbolic link, an object with the target as its content."""
         parent = self._inodes.directory(parent_id)
         text = self._new_name(parent, name)
         make = partial(self.changes.symlink, parent, text, target, caller)
         return await self._make(make, (parent, text))
 
     async def link(self, nodeid: int, parent_id: int, name: bytes, caller: Caller) -> Inode:
-        """Give a file a second name, which is a copy of its object; EPERM for a directory."""
+        """Create a hard link, which is a copy of the file's object; EPERM for a directory."""
         parent = self._inodes.directory(parent_id)
         requested, text = self._inodes.get(nodeid), self._new_name(parent, name)
 
@@ -273,7 +273,7 @@ class Mutations:
         return inode
 
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
-        """Remove a file; open handles read on what they have."""
+        """Remove a file; its open handles can still read the content."""
         parent = self._inodes.directory(parent_id)
         text = self._known_name(name)
         if self.changes.unlink_now(parent, text, caller):
@@ -281,13 +281,13 @@ class Mutations:
         return self._change(partial(self.changes.unlink, parent, text, caller), (parent, text))
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
-        """Remove a directory; ENOTEMPTY while something is in it."""
+        """Remove an empty directory; else ENOTEMPTY."""
         parent = self._inodes.directory(parent_id)
         text = self._known_name(name)
         await self._change(partial(self.changes.rmdir, parent, text, caller), (parent, text))
 
     def fsync_directory(self, nodeid: int) -> Answer[None]:
-        """Have the bucket be without what was removed below a directory."""
+        """Wait until all removals below a directory are done in the bucket."""
         directory = self._inodes.directory(nodeid)
         if not self.changes.needs_fsync(directory):
             return None
@@ -296,14 +296,14 @@ class Mutations:
     async def rename(
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller
     ) -> None:
-        """Rename a file or directory; of the flags of renameat2(2) only NOREPLACE is known."""
+        """Rename a file or directory; EINVAL for flags other than RENAME_NOREPLACE."""
         parent, to = self._inodes.directory(parent_id), self._inodes.directory(to_id)
         old, new = self._known_name(name), self._new_name(to, new_name)
         rename = partial(self.changes.rename, parent, old, to, new, flags, caller)
         await self._change(rename, (parent, old), (to, new))
 
     def _new_name(self, parent: Inode, name: bytes, ending: str = "") -> str:
-        """A name that an object may have, with its key's `ending`; others are refused."""
+        """Decode a name for a new object, whose key gets `ending`; OSError if it is not allowed."""
         if len(name) > names.NAME_MAX:
             raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")
         text = names.decode(name)
@@ -324,12 +324,12 @@ class Mutations:
 
 
 def _is_left_behind(inode: Inode) -> bool:
-    """True if a node has neither a name nor a content of its own any more."""
+    """True if a node has lost its name and has no staged file."""
     return not inode.is_current and inode.staged is None
 
 
 def _names_of(inode: Inode) -> tuple[Name, ...]:
-    """The name that a change of a node's attributes changes the object of."""
+    """The (parent, name) to lock for a change of a node's attributes; none if it was removed."""
     return () if inode.parent is None or inode.is_removed else ((inode.parent, inode.name),)
 
 
@@ -339,12 +339,12 @@ def _check_size(meta: Meta) -> None:
 
 
 def _limited(mtime_ns: int | None) -> int | None:
-    """The time that is kept for one that a program sets."""
+    """Clamp a modification time to what object metadata can hold."""
     return None if mtime_ns is None else max(-MOST_NS, min(mtime_ns, MOST_NS))
 
 
 def _changed(old: Meta, new: NewAttributes, mtime_ns: int | None) -> Meta:
-    # The type stays, and set-id bits are never kept.
+    # The file type stays, and set-id bits are dropped.
     mode = None if new.mode is None else stat.S_IFMT(old.mode) | new.mode & PERMISSIONS
     given = {"mode": mode, "uid": new.uid, "gid": new.gid, "mtime_ns": mtime_ns}
     return old.changed(**{name: value for name, value in given.items() if value is not None})

@@ -1,10 +1,10 @@
-"""Everything below a prefix, copied to another one by the server, many objects at a time.
+"""Server-side copies of all objects below a prefix to another prefix, many at a time.
 
-What is there already may count as copied, so that an interrupted run can be gone on
-with. An object may be a copy of another if it has its size and is not older, by the
-bucket's own clock; within the same second, if it has its ETag as well. To be copied
-no more it has to have its ETag in any case: another client may have replaced the
-content while it was copied.
+Existing objects may count as copies, so that an interrupted run can be continued. An
+object may be a copy of another one if it has the same size and is not older, by the
+bucket's own clock; within the same second, only if it has the same ETag as well. An object
+is not copied again only if its copy has the same ETag: another client may have replaced
+the content during the copy.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ logger = logging.getLogger("fusefs.renaming")
 
 IsDated = Callable[[ObjectInfo], bool]
 
-# The store has fewer connections, or as many; each copy is a request or two.
+# Each copy is a request or two; the store may have fewer connections than this.
 AT_ONCE = 64
-# S3 takes a thousand with a request; several smaller ones are done at the same time.
+# S3 takes a thousand keys with a request, but several smaller requests run at the same time.
 DELETES_AT_ONCE = 250
-# Somebody who replaces an object faster than this often has it copied once more next time.
+# Attempts at copying an object that other clients keep replacing; the last version counts.
 TRIES = 3
 
 
 class PrefixCopy:
-    """The copies below the prefix `new` of what is below `old`; `empty` is an empty file's fd.
+    """The copies of the objects below `old` to keys below `new`; `empty` is an empty file's fd.
 
-    `is_dated` tells of objects whose metadata is known to say when they were modified.
+    `is_dated` tells if an object's metadata is known to have its modification time.
     `sources` are the objects that were copied and `made` the copies, both by
-    the old key. `total` is how many there are to be.
-    What asks the bucket raises StoreError where it could not tell or do all of it.
+    the old key. `total` is the number of objects to copy.
+    All methods that send requests raise StoreError if not all of them succeed.
     """
 
     def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
@@ -53,11 +53,11 @@ class PrefixCopy:
         self.sources: dict[str, ObjectInfo] = {}
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
-        # Whether the old directory's marker was deleted, or may have been.
+        # True if the old directory's marker was deleted, or may have been.
         self._may_lack_marker = False
-        # What may have been copied by a request that got no answer.
+        # The sources of copy requests that got no answer.
         self._unanswered: dict[str, ObjectInfo] = {}
-        # What is still to be deleted below the old prefix; None before the first try.
+        # The objects still to be deleted below the old prefix; None before the first attempt.
         self._left: dict[str, ObjectInfo] | None = None
         self._folders: set[str] = set()
 
@@ -68,16 +68,16 @@ class PrefixCopy:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_source_ns(self) -> int:
-        """The Last-Modified of the youngest object that was copied; 0 for none."""
+        """The latest Last-Modified (ns) of the objects that were copied; 0 if there are none."""
         return max((info.mtime_ns for info in self.sources.values()), default=0)
 
     def newest_copy_ns(self) -> int:
-        """As `newest_source_ns`, for the copies; those of markers have this machine's time."""
+        """As `newest_source_ns`, for copies; those of markers have this machine's time."""
         copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
         return max(copies, default=0)
 
     def folders(self) -> set[str]:
-        """The old prefixes that have no marker: some servers show them until they are deleted."""
+        """The old prefixes without a marker; some servers list them until they are deleted."""
         folders = {self.old}
         for key in self.sources:
             at = key.rfind("/")
@@ -87,7 +87,7 @@ class PrefixCopy:
         return folders - self.sources.keys()
 
     async def recall(self) -> list[ObjectInfo]:
-        """Know what an earlier run has copied; return what is below the old prefix."""
+        """Find the copies of an earlier run; return the objects listed below the old prefix."""
         listed, _, pairs = await self._list_both()
         for source, copy in pairs:
             if copy.etag == source.etag:
@@ -95,7 +95,7 @@ class PrefixCopy:
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
-        """Know the copies of an earlier run, to take them back; none is younger than `until_ns`."""
+        """Find the copies of an earlier run, for `undo`; all have a time up to `until_ns`."""
         listed, there, pairs = await self._list_both()
         for source, copy in pairs:
             if _is_marker(copy) or _is_until(copy, until_ns):
@@ -105,7 +105,7 @@ class PrefixCopy:
             self._may_lack_marker = True
 
     async def recall_sources(self, until_ns: int | None) -> None:
-        """Know what an earlier run has copied, to delete it; none was younger than `until_ns`."""
+        """Find the sources of an earlier run, to delete; all have a time up to `until_ns`."""
         listed, _, pairs = await self._list_both()
         self.sources = {one.key: one for one, _ in pairs if _is_until(one, until_ns)}
         self.total = len(self.sources)
@@ -115,7 +115,7 @@ class PrefixCopy:
     async def _list_both(
         self,
     ) -> tuple[list[ObjectInfo], dict[str, ObjectInfo], list[tuple[ObjectInfo, ObjectInfo]]]:
-        """List both prefixes: the old one, the new one by old keys, sources with their copies."""
+        """List both prefixes; return the old objects, the new ones by old key, (source, copy)."""
         listed = await list_all(self._store, self.old)
         below = await list_all(self._store, self.new)
         there = {self.old + info.key[len(self.new) :]: info for info in below}
@@ -124,10 +124,10 @@ class PrefixCopy:
         return listed, there, pairs
 
     async def copy_all(self, listed: Iterable[ObjectInfo] | None = None) -> None:
-        """Have everything that is below the old prefix below the new one.
+        """Copy all objects below the old prefix to the new one.
 
-        `listed` is what is below the old prefix, if that is known. OSError for a key that would be
-        too long; where something can't be copied the rest may be.
+        `listed` are the objects below the old prefix, None to list them. OSError if a key would
+        become too long; after another error some objects may have been copied.
         """
         if listed is None:
             listed = await list_all(self._store, self.old)
@@ -135,8 +135,8 @@ class PrefixCopy:
         self.check_length(found)
         self.total = len(found)
         todo = [info for info in found.values() if info.key not in self.sources]
-        # The markers of directories from the top down, and before what is in them: a server
-        # that makes directories for keys would race with them, and both lose by that.
+        # The markers of directories from the top down, and before the objects in them: servers
+        # that create directories for keys would race with the markers, and both would fail.
         markers = [info for info in todo if _is_marker(info)]
         for _, level in groupby(sorted(markers, key=_depth), key=_depth):
             await for_each(self._copy, list(level), AT_ONCE)
@@ -166,13 +166,13 @@ class PrefixCopy:
         self.sources[key], self.made[key] = source, made
 
     async def _make_marker(self, source: str, key: str) -> ObjectInfo:
-        """Not every server copies a directory's marker."""
+        """Put a copy of a directory's marker, as not every server can copy it."""
         marker = await self._store.head(source)
         write = Write(sendable(marker.metadata or {}), marker.content_type, Expect(None))
         return await self._store.put_file(key, self._empty, 0, write)
 
     async def undo(self, *, keep: str = "") -> None:
-        """Remove the copies, except the one of the key `keep`."""
+        """Delete the copies, except that of the key `keep`; first restore the old marker."""
         await self._recall_unanswered()
         if self._may_lack_marker:
             await self._put_marker_back()
@@ -186,14 +186,14 @@ class PrefixCopy:
         await delete_all(self._store, known, note)
 
     async def _recall_unanswered(self) -> None:
-        """Know the copies that requests without an answer have made, or may make yet."""
+        """Add to `made` the copies that requests without an answer have made, or may still make."""
         for key, source in list(self._unanswered.items()):
             target = self.target(key)
             try:
                 found = await self._store.head(target)
             except NotFoundError:
                 found = replace(source, key=target)
-            # Of what has another ETag it is not known whose it is.
+            # An object with another ETag may be another client's.
             if found.etag == source.etag and found.size == source.size:
                 self.made[key] = found
             del self._unanswered[key]
@@ -205,7 +205,7 @@ class PrefixCopy:
         await self._store.delete(self.old, marker.etag if marker else None)
 
     async def _put_marker_back(self) -> None:
-        """Have the old directory's marker again, before its copy is removed."""
+        """Restore the old directory's marker, if it is gone, before its copy is deleted."""
         copy = self.made.get(self.old)
         if copy is not None:
             try:
@@ -218,16 +218,15 @@ class PrefixCopy:
         self._may_lack_marker = False
 
     async def delete_sources(self, note: Callable[[int], None]) -> None:
-        """Delete what was copied; `note` is called with how many it was, as it goes on.
+        """Delete the objects that were copied; `note` is called with the count of each batch.
 
-        What could not be deleted is tried again when this is called again, if it is
-        what it was.
+        A further call tries to delete the remaining objects, unless they have changed.
         """
         if self._left is None:
             self._left, self._folders = dict(self.sources), self.folders()
         else:
             listed = {info.key: info for info in await list_all(self._store, self.old)}
-            self._folders -= listed.keys()  # made since
+            self._folders -= listed.keys()  # with a marker put since
             self._left = {
                 key: source
                 for key, source in self._left.items()
@@ -250,7 +249,7 @@ def _is_marker(info: ObjectInfo) -> bool:
 
 
 def _etag_to_delete(info: ObjectInfo) -> str | None:
-    """The ETag to delete an object over; None for a marker, where SeaweedFS may refuse one."""
+    """The ETag as a condition of a delete; None for a marker, for which SeaweedFS may refuse it."""
     return None if _is_marker(info) else info.etag
 
 
@@ -261,7 +260,7 @@ def _depth(info: ObjectInfo) -> int:
 async def copy_current(
     store: Store, source: ObjectInfo, key: str, is_dated: IsDated, condition: Condition = None
 ) -> tuple[ObjectInfo, ObjectInfo]:
-    """Copy an object as it is now, with the time of its content; return it and the copy."""
+    """Copy an object's latest version, with its modification time; return that and the copy."""
     write = Write(condition=condition, keeps_mtime=not is_dated(source))
     for _ in range(TRIES - 1):
         try:
@@ -278,11 +277,11 @@ async def delete_all(
     known: Mapping[str, str | None],
     note: Callable[[list[str]], None] = lambda _gone: None,
 ) -> None:
-    """Delete objects, the markers of directories after what is in them.
+    """Delete objects; the marker of a directory is deleted after the objects in it.
 
-    `known` has their ETags by their keys, None where any is to go: where another
-    client has replaced one since, that stays. `note` is called with the keys that are
-    done, as it goes on.
+    `known` has ETags by keys; an object with another ETag stays, as another client has put
+    it there since; None deletes any object. `note` is called with the deleted keys of each
+    batch. The first error is raised at the end.
     """
     ordered = sorted(known, reverse=True)
     etags = {key: etag for key, etag in known.items() if etag}
@@ -308,25 +307,25 @@ def _batches(keys: list[str]) -> list[list[str]]:
 
 
 def _is_copy(copy: ObjectInfo, source: ObjectInfo) -> bool:
-    """True if an object may have been copied from another as that is now."""
+    """True if an object may be a copy of another one's present version."""
     if copy.size != source.size or copy.mtime_ns < source.mtime_ns:
         return False
     return copy.etag == source.etag or copy.mtime_ns > source.mtime_ns
 
 
 def _is_unchanged(found: ObjectInfo, known: ObjectInfo) -> bool:
-    """True if an object is the one that was known: not every answer tells fractions of seconds."""
+    """True if version and time (to the second, as not all answers have fractions) are the same."""
     is_as_old = found.mtime_ns // SECOND_NS == known.mtime_ns // SECOND_NS
     return is_as_old and found.version == known.version
 
 
 def _is_until(info: ObjectInfo, until_ns: int | None) -> bool:
-    """True if an object is not younger than this, to the second; None for no limit."""
+    """True if an object's Last-Modified is at most `until_ns`, to the second; None is no limit."""
     return until_ns is None or info.mtime_ns // SECOND_NS <= until_ns // SECOND_NS
 
 
 async def list_all(store: Store, prefix: str) -> list[ObjectInfo]:
-    """All objects below a prefix."""
+    """List all objects below a prefix; StoreError if the store's answers lack keys or ETags."""
     objects: list[ObjectInfo] = []
     after = ""
     while True:

@@ -1,8 +1,8 @@
-"""The moves on this mount that go along when an object gets another key.
+"""The changes of this mount's own state when objects get other keys.
 
-The bucket has copies under the new keys by then. The cached copies become
-theirs, nodes and open handles go on with them, files that are being written
-will be uploaded there, and listings show the new names.
+The bucket has copies under the new keys already. The cached files become those of the
+copies, nodes and open handles get the new versions, staged files
+will be uploaded under the new keys, and listings show the new names.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fusefs.posix.nodes.names import parent_of, split_entry
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-# Copies by the versions that they are of.
+# The copies, by the versions that were copied.
 Moved = Mapping[ObjectVersion, ObjectInfo]
-# Cached files that are renamed between two looks at what else there is to do.
+# Cached files that are renamed before other tasks of the event loop get a turn.
 CACHED_AT_ONCE = 64
 
 
 class Relocator:
-    """Has a mount's nodes, cached copies and staged files follow renames. For the event loop."""
+    """Renames a mount's nodes, cached copies and staged files. For the event loop."""
 
     def __init__(self, state: MountState, staging: Staging) -> None:
         self._directories = state.directories
@@ -38,15 +38,15 @@ class Relocator:
         self._handles = state.handles
 
     def is_dated(self, info: ObjectInfo) -> bool:
-        """True if an object is known to say in its metadata when it was modified."""
+        """True if an object's metadata is known to have its modification time."""
         inode = self._inodes.at(info.key)
         if inode is None or inode.info is None or inode.info.version != info.version:
             return False
-        # One of a large object that was sent while it was written is not in its metadata.
+        # A large object that was sent while it was written has no time in its metadata.
         return inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
 
     async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
-        """Keep what is cached of the versions for their copies; return those it can't be for."""
+        """Assign cached files to the copies of their versions; return the copies left uncached."""
         uncached = set()
         for index, (version, copy) in enumerate(moved.items()):
             if (await self._cache.look_up([version]))[0] is not None:
@@ -66,7 +66,7 @@ class Relocator:
         moved: Moved,
         uncached: set[ObjectVersion],
     ) -> None:
-        """Let a name be another one; its copy, if there is one, is what `moved` tells."""
+        """Rename a file on this mount; `moved` has its copy, and is empty if there is none."""
         old, new = self._inodes.key(parent), self._inodes.key(to)
         entry = next(iter(moved.values()), None)
         replaced = self._handles.former(to, new_name)
@@ -79,7 +79,7 @@ class Relocator:
         self._inodes.entries_changed(parent)
         self._inodes.entries_changed(to)
         for old_node in self._handles.former(parent, name):
-            # It has an old content of the file, and knows the name that the file has now.
+            # A node with an old content of the file gets the file's new name.
             if old_node.info is not None and not old_node.is_removed:
                 old_node.parent, old_node.name = to, new_name
                 self._inodes.replace_version(old_node, old_node.info)
@@ -89,11 +89,11 @@ class Relocator:
             if entry is None or is_staged:
                 entry = inode.info
             elif inode.info != entry and inode.is_open:
-                self._inodes.mark_replaced(inode)  # the copy is not of the version that it reads
+                self._inodes.mark_replaced(inode)  # the copy is of another version than it reads
             elif inode.info != entry:
                 self._inodes.replace_version(inode, entry)
             if moved:
-                # The kernel opens the new name without a lookup.
+                # The kernel may open the new name without a lookup.
                 inode.looked_up = False
                 most_s = self._directories.get(new).most_s
                 inode.valid_until = time.monotonic() + min(FIRST_S, most_s)
@@ -107,10 +107,10 @@ class Relocator:
         self._follow(moved, uncached)
 
     def move_directory(self, copies: PrefixCopy, uncached: set[ObjectVersion]) -> None:
-        """Let everything below a prefix be below another one."""
+        """Rename a directory on this mount, with everything below it."""
         for file in self._staging:
             source = copies.sources.get(file.key)
-            # What somebody else has put there meanwhile is for the upload to find.
+            # An object that another client has put there meanwhile is a conflict for the upload.
             if source is not None and source.etag == file.etag:
                 file.etag = copies.made[file.key].etag
         moved = copies.by_version()
@@ -118,10 +118,10 @@ class Relocator:
         self._follow(moved, uncached)
 
     def finish_move(self, old: str, new: str) -> None:
-        """Do what a killed process has left out of `move_directory`, before there are handles."""
+        """Complete a `move_directory` of a killed process, before handles are restored."""
         inode, there = self._inodes.at(old), self._inodes.at(new)
         if inode is not None and there is not None and there.children:
-            # The directory has its new name; it is files that the kernel does not know.
+            # The directory has its new name already; some files without kernel nodes lack it.
             for child in list((inode.children or {}).values()):
                 if child.name not in there.children:
                     self._inodes.move(child, there, child.name)
@@ -144,12 +144,12 @@ class Relocator:
             if parent is not None:
                 self._inodes.entries_changed(parent)
         self._directories.moved(old, new)
-        # The bucket has it until all below it is deleted.
+        # The bucket lists the old directory until all objects below it are deleted.
         self._directories.changed(*split_entry(old), UNCOVERED, lasting=True)
         self._directories.changed(*split_entry(new), None)
 
     def ended(self, old: str, new: str, *, is_ours: bool) -> None:
-        """A rename is over: listings may have shown one of another process half done."""
+        """Update the listings after a rename's end; those of an inherited one are distrusted."""
         self._directories.pending_changes.landed(*split_entry(old))
         if is_ours:
             return
@@ -159,10 +159,10 @@ class Relocator:
             self._directories.correct(self._directories.get(above), name, None)
 
     def _follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
-        """Have handles of nodes that their names no longer stand for go on with the copies.
+        """Give open nodes that have lost their names the copies' versions and keys.
 
-        Where the cached file could not go along, the kernel must not get
-        another for the same node.
+        A passthrough node whose cached file could not be renamed is replaced instead: the kernel
+        must not get another file for the same node.
         """
         for handle in self._handles.files.values():
             inode = handle.inode

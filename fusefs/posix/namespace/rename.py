@@ -1,10 +1,10 @@
-"""Changes of names, with renames.
+"""Renames of files and directories.
 
 A rename is a copy on the server and then a delete, so that at every moment an
-object is there under its old or its new name; of a directory, all copies come
-before the first delete (rename_job.py). A file that is open and was never uploaded only
-changes its name. A closed one that only the local disk has, as a temporary file, is sent under
-its new name.
+object exists under its old or its new name; for a directory, all copies are made
+before the first delete (rename_job.py). An open file that was never uploaded only
+changes its name. A closed file that only the local disk has, such as a temporary file, is
+sent under its new name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RENAME_NOREPLACE = 1
 
 
 class Made(NamedTuple):
-    """An object under a new name, and its source; `sent` are the `meta_changes` of a PUT."""
+    """An object under a new key, and its source; `sent` are the `meta_changes` at a PUT."""
 
     source: ObjectInfo
     new: ObjectInfo
@@ -54,7 +54,7 @@ class NameChanges(CreateRemove):
     """The changes of one mount's names: `rename`, and those of `CreateRemove`.
 
     Belongs to the event loop.
-    A change that the bucket refuses, or that a late request may undo, raises StoreError.
+    StoreError is raised if the bucket refuses a change, or a late request may undo it.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class NameChanges(CreateRemove):
         await self._renames.run()
 
     def describe_renames(self) -> list[dict[str, Any]]:
-        """The renames of directories that are not finished, for people to read."""
+        """Describe the unfinished renames of directories as plain data, for users."""
         return self._renames.describe()
 
     def pending_renames(self, key: str, *, hurry: bool = False) -> list[dict[str, Any]]:
-        """Those at, above or below a key; with `hurry` they are tried at once."""
+        """The unfinished renames at, above or below a key; with `hurry` they are retried now."""
         below = key if not key or key.endswith("/") else key + "/"
         if hurry:
             self._renames.hurry(below)
@@ -167,21 +167,21 @@ class NameChanges(CreateRemove):
             await self._make_safe(staged, old + staged.key[len(new) :])
 
     async def _end_requests_below(self, old: str, new: str) -> None:
-        """Have no request under way that changes something below two closed prefixes."""
+        """End or wait for all requests that change something below two closed prefixes."""
         copies = self._copies(old, new)
         for staged in [file for file in self._writer.staging if file.key.startswith(old)]:
             copies.check_length([staged.key] if not staged.is_unlinked else [])
             async with self._writer.uploads.held(staged):
-                pass  # its next upload waits
+                pass  # the closed prefix keeps the next upload waiting
         self._writer.exclusive.removed(old)
         await self._writer.deferred.flush_below(old)
         await self._writer.removals.flush_below(old)
         await self._writer.removals.flush_below(new)
 
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
-        """Give a closed file that only the local disk has the durability of its new path.
+        """Give a renamed closed file that only the local disk has the durability of its new path.
 
-        Where that fails it is renamed all the same, and its upload tried again. No name is locked.
+        After an error the file is renamed all the same, and sent later. No name is locked here.
         """
         try:
             if self._is_to_be_sent(staged, old_key):
@@ -196,7 +196,7 @@ class NameChanges(CreateRemove):
         return staged.is_closed and staged.is_dirty and staged.inode.staged is staged
 
     def _is_to_be_sent(self, staged: StagedFile, old_key: str) -> bool:
-        """True if the local disk was enough for a file under its old key, and is no more."""
+        """True if the local disk was enough for a file's old key, but is not for the new one."""
         return (
             self._is_on_disk_alone(staged)
             and self._waits_for_disk(staged, old_key)
@@ -204,7 +204,7 @@ class NameChanges(CreateRemove):
         )
 
     def _waits_for_disk(self, staged: StagedFile, key: str) -> bool:
-        """True if the close of a file waits for the local disk alone where this is its key."""
+        """True if the close of a file with this key waits for the local disk alone."""
         return self._writer.flusher.delay_s(staged, key) is not None
 
     async def _check_target(
@@ -212,7 +212,7 @@ class NameChanges(CreateRemove):
     ) -> None:
         if isinstance(target, Absent):
             if entry is None and flags & RENAME_NOREPLACE:
-                # A file's object has a condition; a prefix has none.
+                # The PUT of a file has a condition; a prefix can't have one.
                 await self._look_again(to, name)
             return
         if flags & RENAME_NOREPLACE:
@@ -227,7 +227,7 @@ class NameChanges(CreateRemove):
             self._check_deleting(name)
 
     def _replaced(self, to: Inode, name: str, *, is_repeated: bool) -> Inode | None:
-        """The node whose name a file gets; a repeated request finds it by its staged file's key."""
+        """The node that a rename replaces, or None; for a repeated request, by its staged file."""
         if is_repeated:
             key = self._inodes.key(to) + name
             for staged in self._writer.staging:
@@ -247,10 +247,10 @@ class NameChanges(CreateRemove):
         *,
         is_strict: bool,
     ) -> None:
-        """Rename a file over the one of the node `replaced`, if there is one.
+        """Rename a file, over that of the node `replaced` if it is not None.
 
-        `entry` is ABSENT if nothing is left to be done in the bucket. With `is_strict`
-        nothing is replaced, whoever may have made it.
+        `entry` is ABSENT if nothing is left to be done in the bucket. With `is_strict` no object
+        is replaced: EEXIST if there is one by now.
         """
         old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
         inode = parent.child(name)
@@ -304,9 +304,9 @@ class NameChanges(CreateRemove):
         new_name: str,
         condition: Condition,
     ) -> Made | None:
-        """Have the bucket have a file under its new name, if it has to before the rename."""
+        """Copy or put a file under its new key; None if the rename needs no object there yet."""
         if isinstance(entry, Absent):
-            # A process that has died was renaming it, unless it is gone for another reason.
+            # Probably an earlier process died during this rename, after the delete.
             assert inode is not None
             source, key = inode.object, self._inodes.key(to) + new_name
             made = await self._store.head(key)
@@ -326,14 +326,14 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Note what a renamed file replaces when it is sent, or that it has been sent."""
+        """Update a staged file after its rename: the object to replace, or that it was sent."""
         if made is None and not staged.is_anew:
-            # A rename replaces whatever has the name; on record before it is this file's.
+            # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
             self._writer.staging.try_record(staged)
         if made is None:
             staged.etag = replaced_etag
-        elif made.source.etag == staged.etag:  # else somebody else's is for the upload to find
+        elif made.source.etag == staged.etag:  # else the upload will find the conflict
             staged.etag = made.new.etag
         staged.exclusive, staged.described_at = None, trio.current_time()
         if made is not None and made.sent is not None:
@@ -342,10 +342,10 @@ class NameChanges(CreateRemove):
     async def _make_staged(
         self, staged: StagedFile, to: Inode, new_name: str, condition: Condition
     ) -> Made | None:
-        """Put or copy a staged file under its new name, if it has to be there before the rename."""
+        """As `_make`, for a staged file."""
         source, is_strict = staged.inode.object, condition == IF_ABSENT
         is_there = staged.etag == source.etag
-        # The object of a reserved name is empty (exclusive.py), and so would a copy be.
+        # The object of a reserved name is empty (exclusive.py), and a copy of it would be, too.
         is_reserved = is_there and staged.is_content_dirty and not source.size
         new_key = self._inodes.key(to) + new_name
         is_kept = staged.is_closed and self._waits_for_disk(staged, staged.key)
@@ -365,14 +365,14 @@ class NameChanges(CreateRemove):
         return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
-        """Put on record that a file has the name of another: at each moment one of both has it."""
+        """Record that a file has the name of `rival`; at every moment one of the two has it."""
         if staged is not None:
             self._writer.staging.try_record(staged)
         if rival is not None:
             self._writer.staging.unlink(rival)
 
     async def _held_to_go(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """As `_held`, for a file whose name another one is to get: that is on record as later."""
+        """As `_held`, for a file about to be replaced: the next record will have a later time."""
         staged = await self._held(stack, inode)
         if staged is not None:
             await staging_record.until_later(staged)
@@ -381,7 +381,7 @@ class NameChanges(CreateRemove):
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, to: Inode, name: str, condition: Condition
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy what the bucket has of a held file, with attributes that have changed alone."""
+        """Copy the object of a held file, with the new attributes if only those have changed."""
         if staged.is_content_dirty or not staged.is_meta_dirty:
             return await self._copy(source, to, name, condition, None)
         changes = staged.meta_changes
@@ -393,10 +393,10 @@ class NameChanges(CreateRemove):
     async def _copy(
         self, source: ObjectInfo, to: Inode, name: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy an object; that it is gone may mean that it was copied and deleted before.
+        """Copy an object, which an earlier attempt may have moved; return its version and the copy.
 
-        The copy has the attributes `meta`, or where that is None those of the object.
-        Of another version than `source` it is a copy as it is.
+        The copy gets the attributes `meta`, or the object's if that is None. If the object is
+        another version than `source` by now, that version is copied unchanged.
         """
         prefix = self._inodes.key(to)
         key = prefix + name
@@ -432,11 +432,11 @@ class NameChanges(CreateRemove):
         *,
         is_new: bool,
     ) -> None:
-        """Delete a renamed file's old object; if that can't be, `made` is not to stay beside it.
+        """Delete a renamed file's old object; if that fails, remove the new object `made`.
 
-        What another client has put under the old key since it was copied stays. Where the new
-        object will be all that there is, it is on record before that it replaces `rival`: after
-        a kill the close of that file would put it in place of the new one.
+        An object that another client has put under the old key since the copy stays. Before the
+        delete, `rival` is recorded as unlinked: otherwise its close after a kill would replace
+        the new object, which is then the only one.
         """
         state = rival.state if rival is not None else None
         try:
@@ -451,13 +451,13 @@ class NameChanges(CreateRemove):
             if rival is not None and state is not None:
                 rival.state = state
             if made is not None:
-                # Where it may be deleted yet, the new object may soon be all that there is.
+                # If a late delete may still succeed, the new object may soon be the only one.
                 may_go = is_new and is_there is True and not self._unanswered.concerns(key)
                 await self._take_back(made.new, rival, may_go=may_go)
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
-        """True if an object whose DELETE got no answer is there still; None if unknown."""
+        """True if an object whose DELETE got no answer still exists; None if unknown."""
         try:
             return (await self._store.head(key)).etag == etag
         except NotFoundError:
@@ -466,7 +466,7 @@ class NameChanges(CreateRemove):
             return None
 
     async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
-        """Remove a copy if it `may_go`; one that has replaced an object stays, and is shown."""
+        """Remove a failed rename's copy if it `may_go`; else it stays, and listings show it."""
         if rival is not None:
             rival.etag = made.etag
         elif not may_go:
@@ -481,7 +481,7 @@ class NameChanges(CreateRemove):
                 self._writer.staging.try_record(rival)
 
     def finish_switches(self) -> None:
-        """Give what the kernel knows the names that a killed process was just giving it."""
+        """Complete the switches (rename_job.py) of renames during which a process was killed."""
         for renaming in self._renames.switches():
             self._mover.finish_move(renaming.old, renaming.new)
             self._unanswered.renamed_below(renaming.old)
@@ -489,10 +489,10 @@ class NameChanges(CreateRemove):
     async def _switch(
         self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Everything below a prefix has been copied: let it be below the other one from now on."""
+        """Rename everything below a prefix on this mount, once all objects are copied."""
         uncached = await self._mover.move_cached(copies.by_version())
         await self._expect(copies)
-        # Where deleting is not allowed at all, nothing has been done yet.
+        # If deletes are not allowed at all, this fails before the switch.
         await copies.delete_marker()
         async with AsyncExitStack() as stack:
             held: set[StagedFile] = set()
@@ -508,7 +508,7 @@ class NameChanges(CreateRemove):
             self._unanswered.renamed_below(copies.old)
 
     async def _expect(self, copies: PrefixCopy) -> None:
-        """Have no late request undo what an earlier process had copied without an answer."""
+        """Check that no late request has undone an object to be renamed; confirm the copies."""
         for expected in self._unanswered.expected_below(copies.old):
             source = copies.sources.get(expected.key)
             if source is None or source.etag != expected.etag:

@@ -1,23 +1,23 @@
-"""Renames of directories: copies, then deletes, on record from the first to the last.
+"""Renames of directories: all objects are copied, then the old ones deleted, on record throughout.
 
-    DIRECTORY/NUMBER.json       from where to where, of which bucket, how far it is, and whose
+    DIRECTORY/NUMBER.json       the record: both prefixes, bucket, phase, mount
 
-- *copying*: the new prefix gets everything. If that fails, the copies are
+- *copying*: all objects are copied below the new prefix. If that fails, the copies are
   removed (*undoing*) and the rename has not taken place.
-- *deleting*: everything is there under the new prefix, and the old objects go.
+- *deleting*: all objects exist below the new prefix, and the old objects are deleted.
 
-In between, this mount's nodes and files get their new names, in one step of the loop.
-The record says *copying* until its end, but from its begin on also that it *switches*:
-the next process gives the new name to what a kill has left out (`switches`).
+Between the two, this mount's nodes and files get their new names, in one step of the loop,
+the *switch*. During the switch the record says *copying* and `is_switching`; after a kill
+the next process renames the nodes and files that were left out (`switches`).
 
-At every moment each file is there under its old or its new name. A record that
-no request waits for is finished by the process that finds it: a daemon that gets
-the request again that the last one died over, or, after a crash of the machine,
-the next mount. Then what is copied is not copied again (prefix_copy.py). This mount
-changes nothing below either name until then (nodes/prefix_lock.py); `until_ns` is when the
-youngest of what may be deleted was made, by the bucket's clock, for other clients do.
-A mount that was detached while programs used it finishes its own: two that do would take
-each other's failure for the end of the rename, and remove the only objects that are left.
+At every moment each file exists under its old or its new name. A rename that
+no request waits for is finished by the process that finds its record: a daemon that gets
+the last daemon's request again, or, after a crash of the machine, the next mount.
+Objects with a copy are not copied again (prefix_copy.py). This mount
+changes nothing below either prefix until then (nodes/prefix_lock.py), but other clients
+may: objects younger than `until_ns`, by the bucket's clock, are not deleted.
+A mount that was detached while programs used it finishes its own renames: two mounts would
+take each other's failures for the end of the rename, and delete the only objects left.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from fusefs.store.errors import StoreError
 logger = logging.getLogger("fusefs.renaming")
 
 FORMAT = 2
-# How often what could not be finished is tried again.
+# The pause between attempts to finish a rename.
 RETRY_S = 5.0
-# The same while there is nothing to be finished.
+# The same pause while no rename is unfinished.
 IDLE_S = 60.0
-# Changes that wait for a rename and are described by name.
+# The most keys that `describe` names of the changes that wait for a rename.
 MOST_NAMED = 5
 
-# Has this mount go along with a rename of which everything is copied, in one step of the
-# loop and in the context that is given with it.
+# Renames this mount's nodes and files once all objects are copied, in one step of the
+# loop, inside the context manager that is the second argument.
 Switch = Callable[[PrefixCopy, Callable[[], AbstractContextManager[None]]], Awaitable[None]]
 
 
 class Phase(enum.StrEnum):
-    """The steps of a rename; see the module's text."""
+    """The phases of a rename, which are explained above."""
 
     COPYING = "copying"
     UNDOING = "undoing"
@@ -68,12 +68,12 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class RenameJob:
-    """The rename of one directory, on record. `since_ns` is when it began; its task holds `lock`.
+    """The recorded rename of one directory. The task that works on it holds `lock`.
 
-    `has_replaced` says that there was a directory of the new name, an empty
-    one; `is_ours` that this process began it. `until_ns` as in the record. `is_safe` if
-    the record of its phase is safe against a power cut. `known_at` is when this process
-    came to know of it, in monotonic seconds.
+    `has_replaced`: there was an empty directory of the new name; `is_ours`: this process
+    began the rename. `since_ns` is its begin, and `until_ns` as in the record. `is_safe`: the
+    record of its phase is safe against a power cut. `known_at` is when this process began or
+    found it, in monotonic seconds.
     """
 
     path: Path
@@ -95,7 +95,7 @@ class RenameJob:
         return int(self.path.stem)
 
     def pending(self) -> dict[str, Any]:
-        """The entry of `fusefs sync` for it, as for a file that is uploaded."""
+        """The rename as an entry for `fusefs sync`, like that of a file being uploaded."""
         error = self.closure.error
         return {
             "key": self.old,
@@ -106,7 +106,7 @@ class RenameJob:
         }
 
     def describe(self, waiting: list[str]) -> dict[str, Any]:
-        """Its progress as plain data, and the keys that are to be changed and wait for it."""
+        """The rename's progress as plain data, with the keys whose changes wait for it."""
         return {
             "from": self.old,
             "to": self.new,
@@ -121,12 +121,11 @@ class RenameJob:
 
 
 class RenameJobs:
-    """The renames of one mount's directories that are not finished. Belongs to the event loop.
+    """The unfinished directory renames of one mount. Belongs to the event loop.
 
-    `prefix` is what the mount shows of the bucket. `make_copies` makes the copies of an old
-    prefix under a new one. `switch` is called when everything is copied: it has this mount's
-    nodes go along. `ended(old, new, is_ours=…)` is
-    called at the end of each.
+    `prefix` is the mount's own. `make_copies` returns the `PrefixCopy` of an old and a
+    new prefix. `switch` is called when all objects are copied, to rename the mount's nodes.
+    `ended(old, new, is_ours=…)` is called at the end of each rename.
     """
 
     def __init__(
@@ -146,16 +145,16 @@ class RenameJobs:
         self._switch = switch
         self._ended = ended
         self._unfinished: list[RenameJob] = []
-        # Records of mounts that are out of sight and still served.
+        # Records of mounts that were detached and still have a process.
         self._others: list[Path] = []
-        # Those in whose last step a process was killed: nodes may have the old names still.
+        # Renames during whose switch a process was killed: some nodes may have old names.
         self._switches: list[RenameJob] = []
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in sorted(self._directory.glob("*.json")):
             self._load(path)
 
     def _load(self, path: Path) -> None:
-        """Take up what an earlier process has left unfinished."""
+        """Take over the rename of a record that another process has left unfinished."""
         try:
             record = json.loads(path.read_text())
             if record.get("format") != FORMAT:
@@ -195,19 +194,19 @@ class RenameJobs:
         if is_switching and is_inherited:
             self._switches.append(job)
         elif not is_inherited:
-            self._note(job)  # so that the next mount leaves it to this one
+            self._note(job)  # now with this mount's name, so that the next mount leaves it alone
         self._unfinished.append(job)
 
     def switches(self) -> Iterator[RenameJob]:
-        """Those in whose last step a process was killed, each until the next one is taken."""
+        """Yield the renames during whose switch a process was killed; the caller completes each."""
         for job in self._switches:
             yield job
-            # Else the next process would rename what was made under the old name since.
+            # Otherwise the next process would also rename files made under the old name since.
             self._note(job)
         self._switches = []
 
     def _is_served(self, mount: str) -> bool:
-        """True if another mount of this mountpoint has a process."""
+        """True if the other mount of this name still has a process, which holds its lock."""
         try:
             directory = self._staging.directory.parent / mount
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -219,17 +218,17 @@ class RenameJobs:
             os.close(fd)
 
     def look_at_others(self) -> None:
-        """Take up what mounts that have ended meanwhile left unfinished."""
+        """Take over the unfinished renames of mounts that have ended meanwhile."""
         others, self._others = self._others, []
         for path in others:
             self._load(path)
 
     def describe(self) -> list[dict[str, Any]]:
-        """All that are not finished, as plain data: names, counts and seconds."""
+        """Describe all unfinished renames as plain data."""
         return [job.describe(self._prefix_lock.waiting(job.closure)) for job in self._unfinished]
 
     def unfinished(self, prefix: str) -> list[RenameJob]:
-        """Those that move something at, above or below a prefix."""
+        """The unfinished renames that concern a prefix, or one above or below it."""
         return [
             job
             for job in self._unfinished
@@ -237,19 +236,19 @@ class RenameJobs:
         ]
 
     def hurry(self, prefix: str) -> None:
-        """Have `run` try now what could not be finished."""
+        """Make `run` retry now the renames that concern a prefix."""
         for job in self.unfinished(prefix):
             self._prefix_lock.retry(job.closure)
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
-        """Put a rename on record, safe against a power cut; `closure` is kept until its end."""
+        """Record a rename, safe against a power cut; `closure` stays closed until its end."""
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)
         closure.is_kept = True
         self._unfinished.append(job)
-        self._prefix_lock.wanted.set()  # `run` waits longer where there is nothing
-        # `run` would take it for one that no request waits for.
+        self._prefix_lock.wanted.set()  # ends the long pause of `run`
+        # The lock keeps `run` from taking over the rename before it is recorded.
         async with job.lock:
             try:
                 await self._record(job)
@@ -259,11 +258,10 @@ class RenameJobs:
         return job
 
     async def finish(self, job: RenameJob) -> bool:
-        """Take a rename to its end; if another task does already, wait for that.
+        """Finish a rename, or wait until another task has; True if done, False if undone.
 
-        Tells whether it has taken place; else it was undone. It has when
-        everything is there under the new name and objects can be deleted at
-        all: those that could not be deleted yet are deleted later (`run`).
+        It is done when all objects exist under the new name and deletes are allowed:
+        `run` later deletes the old objects that could not be deleted yet.
         """
         async with job.lock:
             if job in self._unfinished:
@@ -276,7 +274,7 @@ class RenameJobs:
     async def _copy(self, job: RenameJob) -> None:
         copies = job.copies = self._make_copies(job.old, job.new)
         try:
-            # What an earlier process has copied it has no list of.
+            # Copies of an earlier process are found by a listing.
             listed = None if job.is_ours else await copies.recall()
             await copies.copy_all(listed)
             await self._switch(copies, partial(self._switching, job, copies))
@@ -284,7 +282,7 @@ class RenameJobs:
             if job.is_ours:
                 job.until_ns = copies.newest_copy_ns()
             else:
-                job.copies = None  # the copies of both processes are found by a listing
+                job.copies = None  # a listing will find the copies of both processes
             job.phase = Phase.UNDOING
             try:
                 await self._record(job)
@@ -295,10 +293,10 @@ class RenameJobs:
 
     @contextmanager
     def _switching(self, job: RenameJob, copies: PrefixCopy) -> Iterator[None]:
-        """The rename takes place in this very step: what comes next is changed under the new name.
+        """Record the switch: after it, changes are made under the new name.
 
-        That is on record before any of it can be acknowledged, and safe against a
-        power cut before anything is deleted.
+        The record is written before any such change can be acknowledged, and made safe against
+        a power cut before any object is deleted.
         """
         job.until_ns = copies.newest_source_ns()
         self._note(job, is_switching=True)
@@ -308,7 +306,7 @@ class RenameJobs:
         self._note(job)
 
     async def _complete(self, job: RenameJob) -> None:
-        """Delete what was renamed, or the copies of an undone rename; later, if that fails now."""
+        """Delete the old objects, or the copies if the rename is undone; `run` retries it."""
 
         def note(count: int) -> None:
             job.deleted += count
@@ -348,7 +346,7 @@ class RenameJobs:
                     await self.finish(job)
                 except (StoreError, OSError) as error:
                     logger.warning("the rename of %s to %s is undone: %s", *names, error)
-                except Exception as error:  # the next process would meet this fault as well
+                except Exception as error:  # a fault must not end this task: it would come again
                     self._prefix_lock.fail(job.closure, judged(error))
             with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
                 await self._prefix_lock.wanted.wait()
@@ -356,14 +354,14 @@ class RenameJobs:
     # Records
 
     def _note(self, job: RenameJob, *, is_switching: bool = False) -> None:
-        """Put on record what a rename is, if the disk takes it; not safe against a power cut."""
+        """Write a rename's record, not synced; an error of the disk is only logged."""
         try:
             files.replace(job.path, self._as_json(job, is_switching=is_switching))
         except OSError as error:
             logger.error("%s is an old record of a rename: %s", job.path, error)
 
     async def _record(self, job: RenameJob) -> None:
-        """Put on record how far a rename is, safe against a power cut."""
+        """Write a rename's record, safe against a power cut; OSError if the disk fails."""
         write = partial(files.replace, job.path, self._as_json(job), is_durable=True)
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(write)

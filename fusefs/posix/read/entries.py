@@ -1,4 +1,4 @@
-"""Adding the entries of one segment to a reply: with their inodes, or as names alone."""
+"""The entries of one segment in a READDIR reply: with their inodes, or as names alone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Entries:
         self._expires = segment.sure_until
         self._valid_s = max(0.0, segment.sure_until - time.monotonic())
         self._assumed = head_cache.assumed(parent)
-        # What is no younger needs no look at its inode.
+        # Entries up to this Last-Modified need no look at their inodes.
         self._plain_until = self._assumed.links if head_cache.asks_less else -math.inf
 
     def add(self, name: str, encoded: bytes, offset: int) -> bool | None:
-        """Add one entry; False if there is no room, None if that takes a HEAD first."""
+        """Add one entry; return False if there is no room, None if a HEAD has to come first."""
         entry = self._entries[name]
         buffer, inodes = self._buffer, self._inodes
         if buffer.takes_names and (inodes.is_full or not buffer.is_plus):
@@ -44,10 +44,10 @@ class Entries:
         is_bare = False
         if buffer.is_plus and (entry is None or entry.mtime_ns > self._plain_until):
             is_bare = self._head_cache.needs_head_of(inode, self._assumed)
-        if not inode.is_current:  # a link that was taken for a file
+        if not inode.is_current:  # the inode was a link shown as a file
             inode = inodes.resolve(self._parent, name, entry)
             is_bare = self._head_cache.needs_head_of(inode, self._assumed)
-        # What is being written changes its size behind the attributes' back.
+        # The size of a staged file may change at any time, so its attributes are not cached.
         if (is_bare or inode.staged is not None) and buffer.takes_names:
             has_room = self._add_name(name, encoded, offset, entry)
         elif is_bare:

@@ -1,4 +1,4 @@
-"""The files that listings have shown so far, in the order of names: what readahead goes by."""
+"""The files that listings have shown so far, in the order of names, for readahead."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.nodes import names
 from fusefs.store.interface import ObjectInfo
 
-# Names of a folder that are looked at for the next folder.
+# The most names of a folder that are searched for the next folder.
 LOOKED_AT = 100
 
 
 class KnownFiles:
-    """A view of a mount's listings that asks the bucket for nothing."""
+    """A view of a mount's cached listings; it sends no requests."""
 
     def __init__(self, directories: Directories) -> None:
         self._directories = directories
 
     def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
-        """The files of a folder: those behind a key, then those before it."""
+        """Yield the known files of a folder: those behind the key `behind`, then the others."""
         name = behind.removeprefix(prefix)
         position = names.position(name) if name else ""
         yield from self._between(prefix, position, None)
@@ -27,7 +27,7 @@ class KnownFiles:
             yield from self._between(prefix, "", position)
 
     def next_folder(self, prefix: str) -> str | None:
-        """The prefix of the folder that follows in the parent's listing, if that is known."""
+        """The prefix of the next folder in the parent's listing; None if it is not known."""
         if not prefix:
             return None
         parent, _, name = prefix.rstrip("/").rpartition("/")
@@ -42,7 +42,7 @@ class KnownFiles:
         return None
 
     def _between(self, prefix: str, start: str, stop: str | None) -> Iterator[ObjectInfo]:
-        """The files at positions in (start, stop], as far as they are known without a gap."""
+        """Yield the files at positions in (start, stop], up to the first gap in the listings."""
         directory = self._directories.get(prefix)
         at = start
         while segment := directory.behind(at):

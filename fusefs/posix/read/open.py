@@ -1,17 +1,17 @@
 """The decision about an open.
 
-1. Is the node id still what its name stands for? What is not relied on any more
-   (directory/freshness.py) is looked at again first, before cached bytes are
-   used. If not: ESTALE, upon which
+1. Does the name still stand for this node? If the last answer of the bucket has
+   expired (directory/freshness.py), the bucket is asked again before cached bytes are
+   used. If the name has another version, the open fails with ESTALE, upon which
    the kernel looks the name up again by itself and opens the new node. A
    program that reopens without a name (/proc/self/fd/N, a bind-mounted single
-   file) can't be sent anywhere else; it is recognised by its asking twice
-   (`Redirects`), and gets what the old node can still give (`_open_anyway`).
-2. Is the version whole in the cache? A small one is fetched first.
-3. Whole, and no handle of the node is served: passthrough. Whole, but an
-   older handle of the node is served: the name gets a new node (ESTALE as in
-   1), so that a handle from before the fetch keeps no other handle from
-   passthrough. Not whole: served.
+   file) can't be redirected; it is recognised as it repeats the open without a
+   lookup (`Redirects`), and gets the old node (`_open_anyway`).
+2. Is the version whole in the cache? A small file is fetched first.
+3. A whole file is opened for passthrough if no handle of the node is served. If
+   an older handle is, the name gets a new node (ESTALE as in 1), so that one handle
+   from before the fetch does not prevent passthrough for all later ones. A file that
+   is not whole is served.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-# Openers that got ESTALE; more are not needed than opens are under way.
+# The most remembered openers that got ESTALE: about as many as opens are under way.
 MOST_STALE = 4096
 
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -62,14 +62,14 @@ class Opener:
         self._next_files = NextFiles(state.downloader, state.cache, known)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
-        """Open a file for reading; see the module's text."""
+        """Open a file for reading, as explained above; EROFS for an open for writing."""
         if flags & _WRITING or flags & os.O_TRUNC:
             raise OSError(errno.EROFS, "the mount is read-only")
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
         is_valid = self._is_valid(inode)
         if known := self._handles.opened_by(caller.unique):
-            # The last process had logged it, but not answered.
+            # An earlier process had logged this open, but not answered it.
             backing_id = self._handles.files[known].backing_id
             return OpenResult(known, keep_cache=bool(backing_id), backing_id=backing_id)
         if inode.is_current and is_valid and (not inode.served or not self._backing.is_on):
@@ -87,10 +87,10 @@ class Opener:
         return waiting(self._open_later(inode, flags, caller, is_valid))
 
     def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:
-        """True if a whole file can be opened without a look at the disk: reads open it.
+        """True if a whole cache file need not be opened now: the first READ opens it.
 
-        What the kernel has in its page cache it does not even read. For passthrough the
-        file is opened first, and where another mount could evict it: an open one it leaves.
+        With pages in the kernel's cache there may be no READ at all. For passthrough the file is
+        opened first, and also if another mount could evict it: open files are not evicted.
         """
         if self._backing.is_on or inode.passthrough or self._cache.has_neighbours:
             return False
@@ -99,14 +99,14 @@ class Opener:
         return file.is_kept and file.name not in self._cache.discarded
 
     def _is_valid(self, inode: Inode) -> bool:
-        """True if the node may be opened without asking the bucket what its name stands for."""
+        """True if the node may be opened without asking the bucket for its name's version."""
         if inode.looked_up:
             inode.looked_up = False
             return True
         return inode.valid_until > time.monotonic() or self._is_listed(inode)
 
     def _is_listed(self, inode: Inode) -> bool:
-        """True if a listing that is relied on has the node's version; a sibling may have asked."""
+        """True if a valid listing, perhaps requested for a sibling, has the node's version."""
         if inode.parent is None or inode.info is None:
             return False
         directory = self._directories.get(self._inodes.key(inode.parent))
@@ -124,7 +124,7 @@ class Opener:
         version = inode.object.version
         file = self._cache.pin(version)
         try:
-            # What is not in the cache at all is fetched on the condition that it is this version.
+            # A file without cached bytes needs no question: its GET requires this version.
             if not is_valid and not (
                 version.size and self._downloader.proves_versions and self._cache.is_new(file)
             ):
@@ -132,18 +132,18 @@ class Opener:
                 if not inode.is_current or inode.object.version != version:
                     return await self._open_later(inode, flags, caller, is_valid)
             is_whole = await self._prepare(inode, inode.object, file)
-            # A file that is not whole is registered for its lock, which the
-            # kernel keeps when this process dies: no mount evicts it then.
+            # Registering also holds the file's lock in the kernel, beyond this process's
+            # death, so that no mount evicts the file. So incomplete files are registered as well.
             is_usable = file.fd >= 0 and file.is_kept
             backing_id = await self._backing.register(file) if is_usable else 0
             if inode.staged is not None:
-                # Somebody has begun to write to it meanwhile.
+                # A program has begun to write to the file meanwhile.
                 assert self._writer is not None
                 return self._writer.open_staged(inode, flags, caller)
             if not inode.is_current:
                 return await self._open_elsewhere(inode, flags, caller)
             if self._cache.find(inode.object.version) is not file:
-                # It was written to, and is in the bucket already; or its file was dropped.
+                # The file was written and uploaded meanwhile, or its cache file was dropped.
                 return await self._open_later(inode, flags, caller, is_valid)
             if is_whole and backing_id:
                 if not inode.served:
@@ -158,18 +158,18 @@ class Opener:
             self._cache.unpin(file)
 
     async def _ask_again(self, inode: Inode) -> None:
-        """Ask for the object alone; if it is another one, the inode is current no more."""
+        """Check an inode's version by a HEAD; if it was replaced, the inode loses its name."""
         asked = inode.object.version
         info = await find(self._store, asked.key)
         if inode.object.version != asked:
-            return  # this mount has changed it meanwhile: the answer is older
+            return  # this mount has changed the file meanwhile: the answer is older
         if info is None or info.version != asked:
             self._state.mark_stale(inode, info)
 
     async def _look_again(self, inode: Inode) -> None:
-        """Ask what the name stands for now; if for something else, the inode is current no more.
+        """Check an inode's version by a LIST; if it was replaced, the inode loses its name.
 
-        One LIST page answers for the files beside it as well.
+        The LIST page answers for the files beside it as well.
         """
         asked, parent = inode.object.version, inode.parent
         if parent is None or inode.is_removed:
@@ -177,14 +177,14 @@ class Opener:
         directory = self._directories.get(self._inodes.key(parent))
         found, until = await self._directories.lookup(directory, inode.name, is_opened=True)
         if inode.object.version != asked or inode.parent is not parent or not inode.is_current:
-            return  # this mount has changed it meanwhile: the answer is older
+            return  # this mount has changed the file meanwhile: the answer is older
         if _is_version(found, asked):
             inode.valid_until = until
         elif inode.staged is None:
             self._inodes.mark_replaced(inode)
 
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Send the opener to the name's new node, or give it what the old one has.
+        """Redirect the opener to the name's new node, or open the old node for it.
 
         Raises:
             OSError: ESTALE, for the kernel to look the name up again.
@@ -193,7 +193,7 @@ class Opener:
         return await self._open_anyway(inode, flags, caller)
 
     def redirect(self, inode: Inode, caller: Caller) -> None:
-        """Send the opener to the name's new node, unless it has no name to look up.
+        """Redirect the opener to the name's new node, unless it seems to have no name to look up.
 
         Raises:
             OSError: ESTALE, for the kernel to look the name up again.
@@ -205,8 +205,8 @@ class Opener:
     async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open an old node for a program that has no name to look up.
 
-        It gets the old version if that is whole in the cache, else the
-        current one under the old node if that is not open.
+        The handle reads the old version if that is whole in the cache, else the
+        current version, if the node is not open.
 
         Raises:
             OSError: ESTALE, neither is possible.
@@ -232,10 +232,10 @@ class Opener:
             self._cache.unpin(file)
 
     async def _prepare(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> bool:
-        """Have a version's first bytes in its file, all of them if it is small.
+        """Fetch a version's first bytes into its file, or all bytes if the file is small.
 
-        Tells whether the file is whole. If the bucket has another version by
-        now, the inode is not the current one any more.
+        Returns True if the file is whole. If the bucket has another version by
+        now, the inode loses its name.
         """
         if not info.size:
             return False
@@ -257,13 +257,13 @@ class Opener:
             await self._ask_again(inode)
         except (StaleVersionError, NotFoundError):
             if inode.info is not None and inode.info.version == info.version:
-                self._state.mark_stale(inode)  # it changed since it was listed
+                self._state.mark_stale(inode)  # the object was replaced since it was listed
         return file.is_complete
 
     async def _opened_either_way(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> OpenResult:
-        """Open in the mode that the node is in, or in the better one if it is in none."""
+        """Open a node in the mode of its open handles; without any, by passthrough if possible."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
             handles = self._handles.files.values()
@@ -302,8 +302,8 @@ class Opener:
         *,
         is_closed: bool,
     ) -> None:
-        """As `_opened_passthrough`, of an open that is on record, as its close may be."""
-        self._backing.find(file)  # it is used
+        """Add a passthrough handle that compiled code has logged, and closed if `is_closed`."""
+        self._backing.find(file)  # marks the backing file as used
         is_first = file.last_use is None
         self._note_passthrough(file)
         self._note_first_open(inode, file, is_first=is_first)
@@ -318,7 +318,7 @@ class Opener:
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> OpenResult:
         if inode.passthrough:
-            # The kernel reads a file for this node; another mode would be an EIO.
+            # The node has passthrough handles, and the kernel answers another mode with EIO.
             backing_id = self._backing.find(file)
             if not backing_id:
                 raise OSError(errno.ESTALE, "the node is open for passthrough")
@@ -328,7 +328,7 @@ class Opener:
         self._counters.served_opens += 1
         handle = self._handles.open_file(inode, inode.object.version, file, 0, flags, caller.unique)
         if file.is_complete:
-            # The kernel reads it, or may have its pages: the open counts as a read of all.
+            # The kernel may have its pages, so the open counts as a read of the whole file.
             handle.fetched = file.first_read(0, file.size)
             self._counters.read(file.size, handle.fetched)
         else:
@@ -336,15 +336,15 @@ class Opener:
         return OpenResult(handle.fh, keep_cache=keep_cache)
 
     def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
-        """Note an open for which nothing had to be prepared: readahead goes on from there.
+        """Tell readahead of the first open of a file that was in the cache already.
 
-        The file is pinned: what is fetched next must not evict it.
+        The file is pinned by now, so that the files fetched next can't evict it.
         """
         if is_first and inode.info is not None and inode.parent is not None:
             self._note_opening(inode, inode.info, file)
 
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
-        """Let readahead know that a file is being opened."""
+        """Tell readahead that a file is being opened."""
         assert inode.parent is not None
         if self._cache.order.is_planned(file):
             return
@@ -368,39 +368,39 @@ def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
 
 
 def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
-    """The version that a handle of a whole file reads: the object may have another key by now."""
+    """The version that a handle of a whole file reads; a rename may have changed its key."""
     return file.version or inode.object.version
 
 
 class Redirects:
-    """Opens that got ESTALE and have not been followed by a lookup yet."""
+    """The opens that got ESTALE and have not been followed by a lookup of the name yet."""
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
-        # The node that was to be opened, by (directory, name, process).
+        # The id of the node that was to be opened, by (directory's id, name, process).
         self._pending: OrderedDict[tuple[int, str, int], int] = OrderedDict()
 
     def is_redirected(self, inode: Inode, program: int) -> bool:
         return _opener(inode, program) in self._pending
 
     def add(self, inode: Inode, program: int) -> None:
-        """Note that a process is sent to look the inode's name up."""
+        """Record that a process got ESTALE, and is to look the inode's name up again."""
         self.recall(inode, program)
         self._log.stale(inode.nodeid, program, is_pending=True)
         while len(self._pending) > MOST_STALE:
             self._pending.popitem(last=False)
 
     def recall(self, inode: Inode, program: int) -> None:
-        """Take up an answer of an earlier process of this mount."""
+        """Restore the entry of an ESTALE that an earlier process of this mount answered."""
         self._pending[_opener(inode, program)] = inode.nodeid
 
     def write_all(self, log: NodeLog) -> None:
-        """Write them to a new log."""
+        """Write all entries to a new journal."""
         for (_, _, program), nodeid in self._pending.items():
             log.stale(nodeid, program, is_pending=True)
 
     def looked_up(self, parent_id: int, name: str, program: int) -> bool:
-        """Note a lookup: this process has a name to go by. Tells whether it was sent there."""
+        """Note a lookup of a name; True if ESTALE has sent this process to it."""
         nodeid = self._pending.pop((parent_id, name, program), None) if self._pending else None
         if nodeid is not None:
             self._log.stale(nodeid, program, is_pending=False)

@@ -1,8 +1,8 @@
-"""READ of a served handle: from the page cache, the disk, the bucket, in this order.
+"""READ of a served handle: from the page cache, the disk, or the bucket, in this order.
 
-What is in the page cache is answered at once, what is on the disk by a thread;
-what is missing waits for its download. Where the cache can't keep a version,
-it is read past it.
+Bytes in the page cache are returned at once, a thread reads bytes on the disk, and
+missing bytes are downloaded first. If the cache can't keep a version, its bytes are
+downloaded into memory ("past the cache").
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 # One request is answered from a buffer of this size (max_pages of 4 KiB).
 MAX_READ = 1 << 20
-# To copy more takes longer than to hand the request to a thread.
+# Copying more bytes in the event loop takes longer than leaving them to a thread.
 LONGEST_COPIED = 64 << 10
 
 
 class Reader:
     """The reads of one mount. Belongs to the event loop.
 
-    `editor` brings what an edited file lacks; None on a read-only mount.
+    `editor` downloads bytes that an edited file lacks; None on a read-only mount.
     """
 
     def __init__(self, state: MountState, editor: SparseEditor | None) -> None:
@@ -52,7 +52,7 @@ class Reader:
     def read(
         self, fh: int, offset: int, size: int, *, in_file: bool = False
     ) -> Answer[memoryview | bytes | bytearray | InFile]:
-        """The bytes of a handle's version at [offset, offset + size); see `Operations.read`."""
+        """Read the bytes [offset, offset + size) of a handle's version; see `Operations.read`."""
         try:
             handle = self._handles.files[fh]
         except KeyError:
@@ -79,7 +79,7 @@ class Reader:
             answer = self.read(fh, offset, size)
             data = await answer if isinstance(answer, Coroutine) else answer
         elif (there := self._read_now(handle.file, offset, size)) is not None:
-            return there  # the cache's file system knows no RWF_NOWAIT, as was found just now
+            return there  # the cache's file system has just turned out to lack RWF_NOWAIT
         else:
             data = await self._read_later(handle, offset, offset + size, again=True)
         assert not isinstance(data, InFile)
@@ -88,13 +88,13 @@ class Reader:
     def _read_staged(
         self, staged: StagedFile, offset: int, size: int
     ) -> Answer[memoryview | bytes | bytearray]:
-        """The bytes of a file that is being written, fewer at its end."""
+        """Read from a staged file; fewer bytes at its end."""
         if staged.base is not None and staged.base.lacks(offset, offset + size):
             return waiting(self._read_edited(staged, staged.base, offset, size))
         data = self._buffer[: min(size, MAX_READ)]
         try:
             count = os.preadv(staged.fd, (data,), offset, self._nowait)
-            # It is short at the file's end, but also where the page cache ends.
+            # A read is short at the file's end, but also if the page cache lacks the rest.
             if count == len(data) or offset + count >= staged.size():
                 self._counters.answered(count, 0)
                 return data[:count]
@@ -114,7 +114,7 @@ class Reader:
 
     async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
         staged.check_kept()
-        # An edit may be set aside, and its descriptor closed, while this waits for a thread.
+        # The file may be set aside, and its descriptor closed, while this waits for a thread.
         fd = os.dup(staged.fd)
         try:
             with stage(WaitCause.CACHE_DISK):
@@ -129,13 +129,13 @@ class Reader:
     def _answer_now(
         self, handle: FileHandle, offset: int, size: int, *, in_file: bool
     ) -> memoryview | InFile | None:
-        """Answer from a file that has the bytes; None if the page cache lacks some."""
+        """Answer from a file that has the bytes; None if the page cache lacks some of them."""
         if in_file and handle.file.fd >= 0 and LONGEST_COPIED < size <= MAX_READ:
             return InFile(handle.fh, handle.file, offset, size, self._nowait)
         return self._read_now(handle.file, offset, size)
 
     def _read_now(self, file: CacheFile, offset: int, size: int) -> memoryview | None:
-        """Read what the page cache has, all of it or None."""
+        """Read from the page cache; None if it lacks some of the bytes."""
         if file.fd < 0 or size > MAX_READ:
             return None
         data = self._buffer[:size]
@@ -146,7 +146,7 @@ class Reader:
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP or not self._nowait:
                 return None
-            # tmpfs: it knows no RWF_NOWAIT, and never waits for a disk either.
+            # tmpfs knows no RWF_NOWAIT, but never waits for a disk either.
             self._nowait = 0
             return self._read_now(file, offset, size)
         return data if count == size else None
@@ -186,7 +186,7 @@ class Reader:
     ) -> memoryview | bytes | InFile:
         file = handle.file
         is_there = file.present.covers(offset, stop)
-        # Another mount may have evicted a file that is not open here: to open it shows.
+        # Another mount may have evicted a file that is not open here; `wait_for` opens it.
         if file.fd < 0 or not is_there:
             began = time.monotonic()
             if handle.readahead is not None and not is_there:
@@ -194,7 +194,7 @@ class Reader:
             await self._downloader.wait_for(file, offset, stop)
             if handle.readahead is not None:
                 handle.readahead.waited(began, time.monotonic())
-            # What has just been written is in the page cache.
+            # The bytes that were just downloaded are in the page cache.
             data = self._answer_now(handle, offset, stop - offset, in_file=in_file)
             if data is not None:
                 return data
@@ -217,7 +217,7 @@ class Reader:
             self._counters.read(size, fetched)
             self._counters.answered(size, fetched)
         elif handle.fetched:
-            # Of a file that was complete when it was opened, the open counted.
+            # The open of a complete file was counted as a read of the whole file.
             fetched = min(size, handle.fetched)
             handle.fetched -= fetched
             self._counters.answered(size, fetched)
@@ -225,7 +225,7 @@ class Reader:
             self._counters.cache_bytes += size
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
-        """Read past the cache, somewhat more than requested, which serves the next reads."""
+        """Read past the cache; more bytes than requested are kept for the next reads."""
         self._counters.miss(stop - offset)
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)
@@ -241,17 +241,17 @@ class Reader:
 
     async def _download_unkept(self, handle: FileHandle, start: int, stop: int) -> bytearray:
         while True:
-            # The object may have another key than when it was opened.
+            # A rename may have given the object another key since the open.
             version = handle.file.version or handle.version
             try:
                 return await self._downloader.read_unkept(version, start, stop)
             except (NotFoundError, StaleVersionError):
                 if handle.file.version in (None, version):
                     raise
-                # It was renamed meanwhile: the bucket has it under its new key.
+                # The object was renamed meanwhile: try its new key.
 
     def closed(self, handle: FileHandle) -> None:
-        """A handle is closed, and reads no more."""
+        """Drop the bytes kept for a handle that is closed."""
         self._downloader.unkept.drop(handle)
 
 

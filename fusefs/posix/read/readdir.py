@@ -1,12 +1,12 @@
 """Streams of directory entries: READDIR and READDIRPLUS, from listings.
 
-An offset tells behind which name a stream goes on (nodes/offsets.py), in whatever
-listing is there by then. Entries come
-with their attributes where these are known. On a writable mount that may take a
-question to the bucket for each: then names come alone, if the session can do that,
-behind a first few that show whether the others are worth asking
-(see posix/directory/head_policy.py). So they do where the kernel knows as many nodes
-as it may: a directory of millions would take a node for each (nodes/name_pruner.py).
+An offset tells the name behind which a stream continues (nodes/offsets.py), in the
+latest listing. Entries are shown with their attributes if these are known. On a writable
+mount each may need a HEAD: then only names are shown, if the session can do so, after
+HEADs of the first few have shown if the others need any
+(see posix/directory/head_policy.py). Only names are shown as well while the kernel knows
+the most nodes that it may: a directory of millions would need a node for each entry
+(nodes/name_pruner.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
 
 # The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
-# Among how many names behind its mark an offset's name is looked for. A page has a thousand, but
-# what was made here may have been one segment that held more.
+# The most names behind an offset's mark that are searched for its name. A page has a thousand,
+# but the segment of a directory that was made here may have held more.
 _SEARCHED = 100_000
 
 
@@ -42,7 +42,7 @@ class DirectoryStreams:
         self._head_cache = head_cache
 
     def open(self, inode: Inode, caller: Caller) -> tuple[DirectoryHandle, bool]:
-        """Open a directory; also tell whether what the kernel has cached of it still holds."""
+        """Open a directory; return its handle, and True if the kernel's cached listing is valid."""
         if known := self._handles.opened_by(caller.unique):
             return self._handles.directories[known], False
         directory = self._directories.get(self._inodes.key(inode))
@@ -54,7 +54,7 @@ class DirectoryStreams:
         return self._handles.open_directory(inode, directory.generation, caller.unique), is_cached
 
     def read(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
-        """Add the entries behind `offset` to the buffer, as many as it holds; none at the end."""
+        """Add to the buffer as many entries behind `offset` as it holds; none at the end."""
         handle = self._handles.directory(fh)
         if not self._seek(handle, offset):
             return waiting(self._seek_and_read(handle, offset, buffer))
@@ -67,7 +67,7 @@ class DirectoryStreams:
                 directory, handle.position, handle.opened, self._head_cache.sample_ahead
             )
             if segment is None or self._asks(handle, buffer):
-                # What is there is not held back by a request to the bucket.
+                # Entries that were added already need not wait for the next request.
                 if buffer.is_empty:
                     return waiting(self._read_later(handle, directory, buffer))
                 return None
@@ -84,9 +84,9 @@ class DirectoryStreams:
             await answer
 
     async def _find(self, handle: DirectoryHandle, offset: int) -> str:
-        """The position of the entry with an offset.
+        """Find the position of the entry with an offset; EINVAL for an unknown offset.
 
-        Where it has gone the stream goes on from the mark: rather twice than never.
+        If the entry is gone the stream continues at the mark, so that some names may come twice.
         """
         mark, code = divided(offset) or (0, -1)
         marks = handle.inode.marks or {}
@@ -112,7 +112,7 @@ class DirectoryStreams:
     async def _read_later(
         self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
     ) -> None:
-        """Wait for the next entries, and add those that come with them."""
+        """Wait for the next segment, and add its entries."""
         has_more = True
         while has_more and buffer.is_empty:
             segment = await self._segment_behind(handle, directory, handle.position)
@@ -124,7 +124,7 @@ class DirectoryStreams:
             if self._is_of(directory, handle):
                 has_more = self._add_entries(handle, directory, segment, buffer)
             else:
-                # It was renamed meanwhile, and what was listed has other keys now.
+                # The directory was renamed meanwhile, so the listed files have other keys now.
                 directory = self._directories.get(self._inodes.key(handle.inode))
             for inode in shown:
                 self._inodes.drop_unknown(inode)
@@ -137,20 +137,20 @@ class DirectoryStreams:
         )
 
     def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
-        """True if these are the listings of a directory as it is called now."""
+        """True if `directory` has the handle's present prefix: it was not renamed meanwhile."""
         return self._inodes.key(handle.inode) == directory.prefix
 
     def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """True if attributes may take a HEAD before entries are added."""
+        """True if HEADs may be needed before entries are added."""
         if not buffer.is_plus:
             return False
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
 
     async def _show_next(self, handle: DirectoryHandle, segment: Segment) -> list[Inode]:
-        """Learn the attributes of the next entries; their inodes have them until they are dropped.
+        """Request the attributes of the next entries; return their inodes, for the caller to drop.
 
         Raises:
-            StoreError: the bucket could not tell.
+            StoreError: a HEAD failed.
         """
         at = segment.after(handle.position)
         inodes = [
@@ -166,11 +166,11 @@ class DirectoryStreams:
         return inodes
 
     def _seek(self, handle: DirectoryHandle, offset: int) -> bool:
-        """Go to an offset, unless the listing has to be looked through for that."""
+        """Move a stream to an offset; False if that needs a search of the listing (`_find`)."""
         if offset == handle.offset:
             return True
         if not offset:
-            handle.opened = time.monotonic()  # rewound: as if opened now
+            handle.opened = time.monotonic()  # rewinddir acts like a new open
         if offset in (0, DOT, DOT_DOT):
             position = ""
         else:
@@ -182,7 +182,7 @@ class DirectoryStreams:
         return True
 
     def _add_dots(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """Add "." and ".." where the stream is at its start; False if there is no room."""
+        """Add "." and ".." if the stream is at its start; False if there is no room."""
         inode = handle.inode
         parent = inode.parent if inode.parent is not None else inode
         for at, name, ino, own in ((0, b".", inode.ino, DOT), (DOT, b"..", parent.ino, DOT_DOT)):
@@ -199,7 +199,7 @@ class DirectoryStreams:
         segment: Segment,
         buffer: DirectoryBuffer,
     ) -> bool:
-        """Add a segment's entries and move on to the next; False if nothing more is to be added."""
+        """Add a segment's entries; True if the next segment's entries can be added as well."""
         if not handle.position:
             handle.generation = directory.generation
         base = base_of(self._inodes.mark(handle.inode, segment.start))

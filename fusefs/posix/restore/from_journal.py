@@ -1,4 +1,4 @@
-"""Going on where another process ended: its nodes and open handles, from the journal."""
+"""Restores an earlier process's nodes and open handles from the journal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Backing = Mapping[int, tuple[int, int]]
 
 
 async def restore(operations: Operations, state: KernelState, backing: Backing) -> None:
-    """Take up what the kernel holds.
+    """Restore the nodes, handles and staged files that the kernel or programs still use.
 
-    `backing` are the files that the kernel reads by itself, as {id: (st_dev,
-    st_ino)}: such a file was whole, also where the catalog had not heard of it.
+    `backing` are the files that the kernel reads by itself, as {id: (st_dev, st_ino)}: such
+    a file is whole, even if the cache's catalog does not say so yet.
     """
     restore_table(operations.inodes, state)
     if operations.mutations is not None:
@@ -63,7 +63,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
 def _taken_out(
     operations: Operations, state: KernelState, backing: Backing
 ) -> dict[int, CacheFile]:
-    """The staged files that the kernel reads, by their backing ids."""
+    """The cache files that are staged and that the kernel reads, by their backing ids."""
     taken: dict[int, CacheFile] = {}
     for logged in state.handles.values() if operations.writer is not None else ():
         inode = operations.inodes.find(logged.nodeid)
@@ -77,10 +77,10 @@ def _taken_out(
 
 
 def restore_table(inodes: InodeTable, state: KernelState) -> None:
-    """Take up the nodes that the kernel knows from an earlier process.
+    """Restore the nodes that the kernel knows from an earlier process.
 
-    Of the nodes of one name the youngest is current, unless it is on record as
-    replaced. Nothing is valid yet: an open asks the bucket.
+    Of the nodes of one name the youngest is current, unless the journal says that it was
+    replaced. No node is valid yet: an open asks the bucket.
     """
     inodes.next_id = state.next_id
     inodes.numbers.adopt(state.numbers)

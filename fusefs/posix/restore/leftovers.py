@@ -1,10 +1,10 @@
-"""The uploads that earlier mounts have left: found at the start, and brought to their end.
+"""Finds at the start the uploads that earlier mounts have left, and completes them.
 
-A mount that ended before the bucket had everything leaves its staging
+A mount that ended before the bucket had all changes leaves its staging
 directory behind (posix/write/staging.py). A file that a program had
-closed, or was closing, is staged again under its name and uploaded; where
-another client has replaced the object meanwhile, it is uploaded beside it. What
-no program had closed yet, a file that a power cut has torn, say, is left where it
+closed, or was closing, is staged again under its name and uploaded; if
+another client has replaced the object meanwhile, the file is uploaded beside it. A file
+that no program had closed yet, for example because of a power cut, is left where it
 is, and the log says where.
 """
 
@@ -43,10 +43,10 @@ logger = logging.getLogger("fusefs.leftovers")
 
 
 def adopt(writer: Writer) -> int:
-    """Stage again what earlier mounts of the bucket have left; return the files' count. Blocks."""
+    """Stage the files that earlier mounts of the bucket have left; return their count. Blocks."""
     own = writer.staging.directory
     count = 0
-    # The youngest first: what it has of a name is the last that was written to it.
+    # The youngest first: its files have the contents that were written last.
     for directory in sorted(own.parent.iterdir(), key=lambda path: path.name, reverse=True):
         if directory != own and directory.is_dir():
             count += _adopt_directory(writer, directory)
@@ -56,11 +56,11 @@ def adopt(writer: Writer) -> int:
 def _adopt_directory(writer: Writer, directory: Path) -> int:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Else it belongs to a mount that is out of sight and still being ended.
+        # A locked directory belongs to a mount that was detached and is still being ended.
         if not files.try_lock(fd) or not _is_ours(directory, writer.staging.source):
             return 0
         try:
-            # The next mount has to find what leaves another directory, also after a power cut.
+            # This directory has to survive a power cut before files are moved into it.
             writer.staging.names.sync()
         except OSError as error:
             logger.error("%s is left to a later mount: %s", directory, error.strerror)
@@ -79,7 +79,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
 
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take up the attributes that an earlier process was to send, but for another prefix's."""
+    """Take over the attributes left by an earlier process; False if some are outside the prefix."""
     records = attribute_log.load(directory)
     ours = [record for record in records if record.info.key.startswith(writer.inodes.prefix)]
     writer.deferred.adopt(
@@ -95,19 +95,19 @@ def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) ->
 
 
 def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Have objects deleted that an earlier process was to delete."""
+    """Take over the removals that an earlier process left. Returns True."""
     for key, etag, removed_ns in removals.load(directory):
         writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
         writer.deferred.drop(key)
         prefix, name = split_key(key)
-        # With a change of its own the name was made anew.
+        # If the name has a change of its own, it was created again.
         if writer.directories.pending_changes.get(prefix, name) is None:
             writer.directories.changed(prefix, name, ABSENT)
     return True
 
 
 def _adopt_aborts(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Have uploads aborted that an earlier process was to abort, or was making."""
+    """Take over the uploads that an earlier process was to abort, or was making. Returns True."""
     for key, upload_id in aborts.load(directory):
         writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
     return True
@@ -121,10 +121,10 @@ _LOGS = {
 
 
 def adopt_logs(writer: Writer, directory: Path) -> list[str]:
-    """Take up what the logs of an earlier process say that it was to do. Blocks.
+    """Take over the entries of an earlier process's logs in a directory. Blocks.
 
-    Returns the names of those of which nothing is on record in `directory` alone: not where the
-    disk is full, nor of attributes of another prefix.
+    Returns the names of the logs that are not needed any more: not those that could not be
+    copied to a full disk, nor those with attributes of another prefix.
     """
     is_own = directory == writer.staging.directory
     done = []
@@ -140,7 +140,7 @@ def adopt_logs(writer: Writer, directory: Path) -> list[str]:
 
 
 def restore(writer: Writer, inode: Inode) -> None:
-    """Take up what an earlier process had staged under a node."""
+    """Restore the file that an earlier process staged for a node, if there is one."""
     staged = writer.staging.restore(inode)
     if staged is None:
         return
@@ -159,7 +159,7 @@ def restore(writer: Writer, inode: Inode) -> None:
 
 
 def _was_replaced(writer: Writer, inode: Inode) -> bool:
-    """True if a rename that was under way has given a node's name to another staged file."""
+    """True if an unfinished rename has given the node's name to another staged file."""
     now = inode.parent.child(inode.name) if inode.parent is not None else None
     if now is None or now is inode:
         return False
@@ -167,9 +167,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
 
 
 def drop_unneeded(writer: Writer) -> None:
-    """Forget what an earlier process had unlinked, or a killed program had written, and no
-    program has open.
-    """
+    """Release restored files that no program has open: unlinked ones, those of killed programs."""
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()
@@ -179,7 +177,7 @@ def drop_unneeded(writer: Writer) -> None:
 
 
 def _is_ours(directory: Path, source: str) -> bool:
-    """True if a staging directory is of this bucket; if nothing can tell, the log says so."""
+    """True if a staging directory belongs to this bucket; another or unknown owner is logged."""
     named = directory / SOURCE
     found = named.read_text(errors="replace") if named.exists() else ""
     if found == source:
@@ -188,7 +186,7 @@ def _is_ours(directory: Path, source: str) -> bool:
     if found.strip("\0"):
         logger.warning("%s has files that wait to be uploaded to %s", directory, found)
     elif remaining:
-        # After a power cut: nothing in it was promised to a program, else the file were there.
+        # After a power cut. No program relies on these files: SOURCE would have been synced first.
         logger.error(
             "%s has %s, which no mount sends: its file %s, which named the bucket, is gone or "
             "empty. If that was this one, write it anew with the text %r, and mount again",
@@ -201,7 +199,7 @@ def _is_ours(directory: Path, source: str) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a staging directory unless something is left in it."""
+    """Remove a staging directory, unless files are left in it, which are logged."""
     remaining = {path.name for path in directory.iterdir()} - {SOURCE}
     if remaining:
         logger.warning("%s has what only another mount may send: %s", directory, sorted(remaining))
@@ -211,10 +209,10 @@ def _remove(directory: Path) -> None:
 
 
 def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
-    """Stage a file of another node again, if it is to be uploaded; tell whether.
+    """Stage a file that another process left, if it has to be uploaded; True if so.
 
-    What was not closed is kept, unless no program can have it open; so is what this mount
-    has no name for.
+    A file that was not closed is kept as it is if a program may have it open; so is a file
+    whose key is outside this mount.
     """
     loaded = load(path)
     if loaded is None:
@@ -256,7 +254,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
 def _adopt_attributes_of(
     writer: Writer, path: Path, record: dict[str, Any], *, is_kept: bool
 ) -> bool:
-    """Take up attributes of an open file; False if they are on record in its directory alone."""
+    """Take over the attributes in an open file's record; False if only that record has them."""
     if not record.get("attributes") or record["is_unlinked"] or record["is_closed"]:
         return True
     key = record["key"]
@@ -278,12 +276,12 @@ def _adopt_attributes_of(
 
 
 def _default() -> Meta:
-    """The attributes of a file whose object has none."""
+    """Default attributes for a file whose object has none."""
     return Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
 
 
 def _link(path: Path, new: Path) -> None:
-    """Link a file into this mount, record first: a process killed meanwhile finds both again."""
+    """Link a file into this mount, its record first, so that a kill in between loses neither."""
     with contextlib.suppress(FileNotFoundError):
         os.link(path.with_suffix(".json"), new.with_suffix(".json"))
     os.link(path, new)
@@ -295,7 +293,7 @@ def _unlink(path: Path) -> None:
 
 
 def _younger(writer: Writer, key: str) -> StagedFile | None:
-    """The file that is staged under a key already: the youngest is taken up first."""
+    """The file already staged under a key, which is newer: the newest is staged first; or None."""
     inode = writer.inodes.at(key)
     return inode.staged if inode is not None and writer.inodes.key(inode) == key else None
 
@@ -303,9 +301,9 @@ def _younger(writer: Writer, key: str) -> StagedFile | None:
 def _give_way(
     writer: Writer, path: Path, fd: int, record: Mapping[str, Any], younger: StagedFile
 ) -> None:
-    """Leave a file's name to what was written to it later."""
+    """Give up a file in favour of a newer one of its key; its content is renamed and kept."""
     status = os.fstat(fd)
-    # Taken up by a process that was killed before it had ended that, or in the bucket already.
+    # A killed process may have staged this very file, or the bucket has the content already.
     is_there = os.path.samestat(status, os.fstat(younger.fd)) or is_uploaded(record, status)
     os.close(fd)
     if is_there:
@@ -319,7 +317,7 @@ def _give_way(
 
 
 def _node(writer: Writer, key: str, etag: str | None, status: os.stat_result) -> Inode | None:
-    """A new node for a file under its name; None if it has none on this mount."""
+    """Create a node for a file's key; None if the key has no name on this mount."""
     inodes = writer.inodes
     if not key.startswith(inodes.prefix):
         return None
