@@ -110,7 +110,7 @@ class Operations:
         if not key.startswith(self.inodes.prefix) or not name:
             return
         if self._directories.pending_changes.get(prefix, name) is not None:
-            return  # a newer content is on its way
+            return  # this mount has a newer change of the name
         entry: Entry | Absent = made or ABSENT
         if key.endswith("/"):
             entry = UNCOVERED if made is None else None
@@ -148,7 +148,7 @@ class Operations:
         is_known = has_attributes or self._is_leaving(parent, entry)
         if not is_known or not inode.is_current:
             return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
-        # An open that was sent here has just asked the bucket.
+        # An open that got ESTALE, upon which the kernel looks up, has just asked the bucket.
         was_asked = was_sent or expires > time.monotonic()
         return self._found(inode, expires, has_attributes, was_asked=was_asked)
 
@@ -320,7 +320,7 @@ class Operations:
     def releasedir(self, fh: int) -> None:
         self._streams.close(fh)
 
-    # What an object has beside its bytes
+    # Symbolic links and extended attributes
 
     async def readlink(self, nodeid: int) -> bytes:
         """Read the target of a symbolic link; EINVAL if the inode is no symbolic link."""
@@ -343,7 +343,7 @@ class Operations:
     # Helpers
 
     async def write_all(self, log: Journal) -> None:
-        """Write all inodes and handles to a new log, a few at a time, while it is compacting."""
+        """Write all inodes and handles to a new journal, a few at a time, as compaction needs."""
         self.log_table(log)
         for index, inode in enumerate(self.inodes.all()):
             is_known = self.inodes.find(inode.nodeid) is inode

@@ -69,7 +69,7 @@ async def run_uncancelled(
     async def act() -> None:
         try:
             results.append(await work)
-        except Exception as error:  # a fault of ours is for the session to answer
+        except Exception as error:  # the session answers a fault of fusefs
             errors.append(error)
         if is_waited_for:
             done.set()

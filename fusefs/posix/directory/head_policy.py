@@ -11,7 +11,7 @@ in a row without attributes, in any directories, a sample of one is enough.
 This is safe enough because one object with attributes ends the assumption for its directory
 and its siblings; an object that is younger than those without gets its HEAD; and nothing is
 assumed of a directory in which this mount, or an earlier one with its cache, made a change.
-Before attributes are changed, the object always gets its HEAD.
+Before an object is changed, it always gets its HEAD.
 
 A read-only mount is for data sets of many files, so it sends fewer HEADs: of those two objects,
 and without a sample only of files small enough to be a symbolic link. Attributes that equal

@@ -73,7 +73,7 @@ def _size_of(segment: Segment) -> int:
 
 
 class Directories:
-    """The known parts of all directories, as explained above.
+    """The cached listings of all directories, as segments.
 
     `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for
     ever); requests ahead run in `nursery`. When a directory turns out to have changed, its

@@ -89,7 +89,7 @@ class Segment:
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
-        """The entry of a name within the segment (or ABSENT), and its time; None if doubtful."""
+        """The entry (or ABSENT) of a name within the segment, and its expiry; None if doubtful."""
         found = self.entries.get(name, ABSENT)
         if found is ABSENT and name in self.doubtful:
             return None

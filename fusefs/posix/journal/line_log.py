@@ -25,7 +25,7 @@ COMPACT_FROM = 1 << 20
 
 
 class LineLog:
-    """One log. Belongs to the event loop; a write is to the page cache."""
+    """A log of lines. Belongs to the event loop; a write goes to the page cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +73,7 @@ class LineLog:
                 files.replace(self._path, whole)
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    os.truncate(self._path, 0)  # also what an earlier process has written
+                    os.truncate(self._path, 0)  # also the lines of an earlier process
         except OSError as error:
             logger.warning("%s can't be written anew: %s", self._path, error.strerror)
             return False

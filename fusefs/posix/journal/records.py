@@ -228,7 +228,7 @@ class KernelState:
             self.next_id = max(self.next_id, nodeid + 1)
         elif kind == Kind.NUMBER:
             place, number = NUMBER.unpack(payload)
-            self.numbers.pop(place, None)  # the latest is the last
+            self.numbers.pop(place, None)  # the latest record comes last
             if number != place:
                 self.numbers[place] = number
             if number < LEAST_HASH:

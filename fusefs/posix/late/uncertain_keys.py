@@ -399,7 +399,7 @@ class UncertainKeys(UnansweredChanges):
     def _below(self, prefix: str) -> list[UncertainKey]:
         return [entry for entry in self if entry.key.startswith(prefix)]
 
-    # What earlier processes have left
+    # Records of earlier processes
 
     def _path(self, entry: UncertainKey) -> Path:
         return self.directory / f"{entry.number}.json"

@@ -79,7 +79,7 @@ class _RecordedChange(ChangeUnderWay):
 
 
 class WatchedStore:
-    """As `Store`; belongs to the event loop."""
+    """A `Store` that records changes while they are under way. Belongs to the event loop."""
 
     def __init__(
         self, store: S3Store, uncertain_keys: UncertainKeys, log: UploadLog = UNRECORDED
@@ -188,7 +188,7 @@ class WatchedStore:
                 raise NotFoundError(f"{key} was undone by a late request of this mount")
             return info
 
-    # What they have in common
+    # Records and locks of changes
 
     def on_record(self, change: Change) -> _RecordedChange:
         """Return a context that records a change until it is answered, or given up."""

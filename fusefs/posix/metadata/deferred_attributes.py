@@ -59,8 +59,7 @@ class DeferredChange:
     `since` and `due` are in trio's seconds. `sending` is not None while a request is
     under way, which is a part of `work`, and `error` is that of the last request.
     `changes` counts the changes of `meta`. `tokens` are the tokens of unanswered
-    requests for `info`, and `token` is that
-    of the next request, None until it is recorded.
+    requests for `info`; `token` is that of the next request, None until it is recorded.
     """
 
     info: ObjectInfo
@@ -462,7 +461,7 @@ class DeferredAttributes:
             self._note(entry.recorded())
             self._wait_for(entry)
 
-    # Another process's
+    # Changes of an earlier process, and the mount's end
 
     def adopt(
         self, found: Iterable[tuple[RecordedAttributes, Meta]], *, is_on_record: bool

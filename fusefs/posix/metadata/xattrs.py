@@ -52,7 +52,7 @@ class Xattrs:
             return waiting(self._names_later(inode))
         return self._names(inode)
 
-    # What programs gave it
+    # Attributes set by programs
 
     def _kept(self, inode: Inode, name: str) -> bytes:
         value = dict(self._head_cache.meta(inode).xattrs).get(name)
@@ -72,7 +72,7 @@ class Xattrs:
         await self._head_cache.show(inode)
         return self._names(inode)
 
-    # What the bucket tells
+    # Properties of the object
 
     def _of_object(self, inode: Inode, name: str) -> Answer[bytes]:
         info = inode.info

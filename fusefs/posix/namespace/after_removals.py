@@ -25,7 +25,7 @@ from fusefs.store.s3.multipart import Upload
 
 
 class StoreAfterRemovals:
-    """As `Store`; belongs to the event loop.
+    """A `Store` whose changes wait for removals of the same keys. Belongs to the event loop.
 
     A request that waits for a removal fails with the removal's error.
     """

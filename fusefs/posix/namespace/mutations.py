@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Mutations:
-    """One method per request, as in `Operations`. Belongs to the event loop."""
+    """The requests that change something, one method each. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Mutations:
         unseen = self._state.notifier.invalidate_names
         return await run_uncancelled(self._nursery, work, unseen, unwanted)
 
-    # What stat shows, and extended attributes
+    # Attributes and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
         """As `setattr`, if that takes no wait, as for a file just written (tar, rsync); or None."""

@@ -119,7 +119,7 @@ class NameChanges(CreateRemove):
             self._begin(caller)
             await self._keep_directory(parent, name)
             if target is None:
-                return  # a directory, by this very request
+                return  # an earlier process has renamed a directory by this very request
             is_new = bool(flags & RENAME_NOREPLACE)
             if is_new and is_repeated and not isinstance(target, Absent):
                 inode, key = parent.child(name), self._inodes.key(to) + new_name

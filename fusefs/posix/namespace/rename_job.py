@@ -59,7 +59,7 @@ Switch = Callable[[PrefixCopy, Callable[[], AbstractContextManager[None]]], Awai
 
 
 class Phase(enum.StrEnum):
-    """The phases of a rename, which are explained above."""
+    """The phases of a rename: copying, deleting the old objects; or, after a failure, undoing."""
 
     COPYING = "copying"
     UNDOING = "undoing"

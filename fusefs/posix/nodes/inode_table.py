@@ -39,7 +39,7 @@ Copies = Mapping[ObjectVersion, ObjectInfo]
 
 # The kernel shows the attributes of a version for this many seconds at least.
 FIRST_S = 1.0
-# How much later a listing may date a change of ours.
+# A listing may date a change of this mount later by at most this.
 CLOCKS_DIFFER_NS = 1_000_000_000
 
 
@@ -182,7 +182,7 @@ class InodeTable:
         return self.prefix + path
 
     def resolve(self, parent: Inode, name: str, info: ObjectInfo | None) -> Inode:
-        """Return a name's inode, a new one if `info` is another object; None is a directory."""
+        """Return a name's inode, a new one if `info` is another object (None: a directory)."""
         assert parent.children is not None
         inode = parent.children.get(name)
         if inode is not None:
@@ -393,7 +393,7 @@ class InodeTable:
         self._log.node(inode)
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
-        """Give an inode another key, and the version of the copy there; None: it is not known."""
+        """Give an inode another key, and the version of the copy there (None: unknown)."""
         if inode.meta is not None and inode.meta.mtime_ns is None:
             # The copy's Last-Modified is newer; its metadata has the time of the content.
             inode.meta = inode.meta.changed(mtime_ns=inode.object.mtime_ns)
@@ -424,7 +424,7 @@ class InodeTable:
             self._unlink(inode)
         if self.by_id.pop(inode.nodeid, None) is not None:
             self._log.gone(inode.nodeid)
-        # A directory whose last child goes may itself have been forgotten before.
+        # The kernel may have forgotten the parent before, which was kept for its last child.
         if not parent.nlookup:
             self.drop_unknown(parent)
 

@@ -50,7 +50,7 @@ _OWN = _READ | {"atime", "ctime", CHANGE}
 
 
 class Form(enum.Flag):
-    """The forms of attributes in an object's metadata; see the table above."""
+    """The forms of attributes in an object's metadata: that of s3fs and rclone, and AWS's."""
 
     S3FS = 1
     AWS = 2
@@ -217,7 +217,7 @@ def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
     try:
         values = dict(json.loads(unquote(text, errors="strict")))
         for name in values:
-            name.encode()  # JSON has halves of characters, and other keys than texts
+            name.encode()  # fails for lone surrogates, and for names that are no strings
         return tuple((name, base64.b64decode(value)) for name, value in values.items())
     except (ValueError, TypeError, AttributeError, RecursionError):
         return ()

@@ -92,7 +92,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
     removed: dict[int, list[Inode]] = {}
     for node in state.nodes.values():
         if node.nodeid == ROOT_ID:
-            continue  # on record for its time alone
+            continue  # recorded only for its modification time
         inode = inodes.get(node.nodeid)
         inode.nlookup = node.nlookup
         inodes.adopt_name(inode, node.parent, is_current=node.nodeid not in state.replaced)
@@ -131,8 +131,8 @@ async def _restore_handle(
         if known is None and whole.get(st_ino) is not file:
             await cache.assume_complete(file, st_ino)
         if known is not None or (st_ino and file.st_ino != st_ino):
-            # It was dropped, because its bytes were wrong: no other handle is to read it. Or
-            # it was taken out of the cache.
+            # The cache file was dropped, as its bytes were wrong, and no other handle may read
+            # it; or it was taken out of the cache.
             if inode.is_current and inode.staged is None:
                 operations.inodes.mark_replaced(inode)
             cache.unpin(file)

@@ -76,7 +76,7 @@ class Backlog:
             self._uploads.start(staged).hurry.set()
 
     async def give_up(self, key: str) -> dict[str, Any]:
-        """Give up the changes at or below a key that the bucket lacks, for GIVE_UP_S seconds.
+        """Give up the changes at or below a key that the bucket lacks; stop after GIVE_UP_S.
 
         The contents stay on the local disk, but no mount uploads them. In the result `files`
         counts the files given up, `in_use` has the keys of open ones, `remaining` counts the rest.

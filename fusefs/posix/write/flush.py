@@ -102,7 +102,7 @@ class Flusher:
         self.removals = removals
 
     def flush(self, fh: int, pid: int = 0, owner: int = UNKNOWN_OWNER) -> Answer[None]:
-        """Answer a descriptor's close by the thread `pid` (0: unknown) once the file is kept.
+        """Answer a descriptor's close by the thread `pid` (0: unknown), once the file is safe.
 
         The lock `owner` tells processes apart: a forked child closes its parent's files as well.
         """
@@ -120,7 +120,7 @@ class Flusher:
     async def _flush(self, staged: StagedFile, pid: int) -> None:
         # No other close examines the process. A file that has only grown replaces nothing.
         if staged.is_rewrite and staged.kept_size is None and pid and self._can_be_undone(staged):
-            # A killed program's request is soon cancelled, and the answer is needed then.
+            # A killed program's request is soon cancelled, but the answer is needed all the same.
             with trio.CancelScope(shield=True):
                 was_killed = await self._notifier.was_killed(pid)
             state = FileState.ABANDONED if was_killed else FileState.OPEN
@@ -238,7 +238,7 @@ class Flusher:
         try:
             await self.uploads.wait(staged)
         except BaseException:
-            # What was set aside has no record any more.
+            # A file that was set aside has no record any more.
             if staged.is_dirty and staged.inode.staged is staged:
                 self._staging.close(staged)
             raise

@@ -328,7 +328,7 @@ class Removals:
         if self._log.is_large:
             self._log.write_anew(removal.line() for removal in self._by_key.values())
 
-    # Another process's
+    # Removals of an earlier process
 
     def adopt(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
         """Take over a removal that an earlier process left."""

@@ -39,7 +39,7 @@ CLOCK_REALTIME_COARSE = 5
 ATTRIBUTE = "user.fusefs"
 # The most bytes that a file system with blocks of 4 KiB takes beside other attributes.
 LONGEST = 2048
-# An upload of 10,000 parts has some 100 bytes for each.
+# In bytes: the record of a multipart upload has some 100 for each of up to 10,000 parts.
 _LONGEST_FILE = 4 << 20
 # Stands for an ETag: the bucket is still to decide that the file is new (`If-None-Match: *`).
 UNDECIDED = "*"

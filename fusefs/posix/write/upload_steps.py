@@ -293,7 +293,7 @@ class UploadSteps:
         staged.upload = staged.upload_state = staged.begun_ns = None
         self._staging.record(staged)
 
-    # Where another node has replaced the object
+    # After a conflict with another client
 
     async def can_go_on(self, staged: StagedFile, theirs: ObjectInfo | None) -> bool:
         """True if a file can be sent after all, over the object `theirs` (None: there is none)."""
@@ -371,7 +371,7 @@ class UploadSteps:
     async def store_beside(self, staged: StagedFile) -> ObjectInfo:
         """Put the content under a new key beside another client's object; return the new object."""
         for key in _keys_apart(staged.key):
-            with suppress(ConflictError):  # another mount of this machine was as late
+            with suppress(ConflictError):  # another mount of this machine has just used the key
                 info = await self.put_new(staged, key)
                 break
         else:

@@ -62,7 +62,7 @@ class AppendRuns:
         return min(max(GROWTH * (now - begun), SHORTEST_S), pause_s(size))
 
     def forget(self, staged: StagedFile) -> None:
-        """End a file's run, as another node appends to it too: the next closes wait again."""
+        """End a file's run, as another node appends, too: its next closes wait for the bucket."""
         self._runs.pop(staged.inode.nodeid, None)
 
 
@@ -84,7 +84,7 @@ class RecentCloses:
         return trio.current_time() < self._quiet_at
 
     async def wait_for_pause(self, hurry: trio.Event, deadline: float) -> None:
-        """Return when programs pause, which sets `hurry`, when others set it, or at `deadline`."""
+        """Return once programs pause (this sets `hurry`), `hurry` is set, or at `deadline`."""
         self._waiting.add(hurry)
         if not self._is_watched:
             self._is_watched = True

@@ -136,10 +136,10 @@ class Uploader:
         # The closes of files that are safe on the local disk, and uploaded later.
         self.closes = RecentCloses(nursery)
 
-    # Asking for it
+    # Starting and waiting
 
     async def wait(self, staged: StagedFile) -> None:
-        """Wait until the bucket has the present content and attributes; cancelled, that goes on."""
+        """Wait until the bucket has the present content and attributes; a cancel ends the wait."""
         wanted = staged.changes
         while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
             attempt = self._attempts.get(staged) or self.start(staged)
@@ -236,7 +236,7 @@ class Uploader:
                     except CredentialsError as error:
                         staged.error = error
                         logger.warning("%s waits for other credentials: %s", staged.key, error)
-                    # Without the lock: whoever writes to the file need not wait as well.
+                    # The lock is free here, so that writes to the file need not wait as well.
                     with stage(WaitCause.CREDENTIALS):
                         await trio.sleep(CREDENTIALS_S)
                 if attempt.scope.deadline <= trio.current_time() and not attempt.hurry.is_set():
@@ -403,7 +403,7 @@ class Uploader:
         except (StoreError, OSError) as error:
             logger.info("%s could not be reserved: %s", staged.key, error)
 
-    # While it is written
+    # Files that are still being written
 
     def wrote(self, staged: StagedFile, start: int, stop: int) -> None:
         staged.touch()
