@@ -43,6 +43,8 @@ MOST_64 = (1 << 63) - 1
 LONGEST_VALUE = 1024
 # The characters of a header: visible ones of Latin-1 (RFC 9110, section 8.8.3), and blanks.
 _ETAG = re.compile(f"[ -~\xa1-\xff]{{1,{LONGEST_VALUE}}}")
+# ETags that `quoted` returns as they are.
+_QUOTED = re.compile(f'"[ -~]{{1,{LONGEST_VALUE - 1}}}')
 _VALUE = re.compile(f"(?=.{{1,{LONGEST_VALUE}}}$)[!-~]([ -~]*[!-~])?")
 
 
@@ -147,18 +149,21 @@ def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
     text = "".join(entries)
     keys, sizes, etags, times, classes = (field.findall(text) for field in _FIELDS)
     if "&" in text:
-        # The two usual encodings of ETags' quotes, replaced here for speed.
+        # The two usual encodings of ETags' quotes, replaced at once for speed.
         etags = [etag.replace("&quot;", '"').replace("&#34;", '"') for etag in etags]
-        etags = list(map(unescape, etags))
-        keys = list(map(unescape, keys))
-    keys = [decoded(key, is_encoded) for key in keys]
+        keys, etags = (
+            [unescape(one) if "&" in one else one for one in each] for each in (keys, etags)
+        )
+    if is_encoded and ("%" in text or "+" in text):
+        keys = [decoded(key, is_encoded) for key in keys]
     known = {name: sys.intern(usable(unescape(name)) or "STANDARD") for name in set(classes)}
     storage_classes = [known[name] for name in classes] or ["STANDARD"] * len(keys)
     try:
-        values = map(size_of, sizes), map(quoted, etags), map(nanoseconds, times)
-        objects = list(map(ObjectInfo, keys, *values, storage_classes))
+        if not all(map(_QUOTED.fullmatch, etags)):
+            etags = list(map(quoted, etags))
+        values = list(map(size_of, sizes)), etags, map(nanoseconds, times)
         if {len(keys), len(sizes), len(etags), len(times), len(storage_classes)} == {len(entries)}:
-            return objects
+            return list(map(ObjectInfo, keys, *values, storage_classes))
     except (AttemptError, ValueError):
         pass
     if len(entries) == 1:
