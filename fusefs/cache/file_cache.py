@@ -108,12 +108,7 @@ class FileCache:
         self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
         self.order.restore(file for file in self._files.values() if not file.is_retained)
         self.residency = Residency(
-            self._files,
-            self._catalog,
-            self._catalog_writer,
-            self.order,
-            self.quota,
-            most_in_memory,
+            self._files, self._catalog, self._catalog_writer, self.order, quota, most_in_memory
         )
         # Versions that the bucket no longer has.
         self._obsolete: list[ObjectVersion] = []
