@@ -94,7 +94,7 @@ class Drains:
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
-        """Describe pending uploads like `_pending`, from the daemon's own status."""
+        """Return what `_pending` does, asking the daemon without a check that there is one."""
         status = self._mounts.ask(record)
         try:
             if status is not None:

@@ -140,7 +140,7 @@ class EvictionOrder:
         return self._fetched
 
     def note_time(self, now: float) -> None:
-        """Remember how many bytes were fetched until `now`, in seconds since the epoch."""
+        """Record the bytes fetched so far with the time `now` (seconds since the epoch)."""
         if self._times and (self._fetched == self._fetched_at[-1] or now <= self._times[-1]):
             return
         self._times.append(now)
@@ -210,7 +210,7 @@ class EvictionOrder:
             self._passing_bytes -= file.present.total
 
     def settle(self, file: CacheFile) -> None:
-        """Give a file that has bytes and is no longer pinned its place in the order."""
+        """Put a file into the order; it must be unpinned and have bytes."""
         self.leave(file)
         if self.forecast is not None and self._plan(file, self.forecast.next_use(file)):
             return

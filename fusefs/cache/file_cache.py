@@ -543,7 +543,7 @@ class FileCache:
         return copies
 
     def close_unused(self) -> None:
-        """Close the files that `keep_open` has kept open for a first open."""
+        """Unpin all files that `keep_open` holds for their first open."""
         self._end_keeping_open(len(self._kept_open))
 
     def next_victim(

@@ -55,7 +55,7 @@ class Deadline:
         self._mean_s = mean_s + (took_s - mean_s) * NEWEST
 
     def note_late(self, waited_s: float) -> None:
-        """Note that an answer had not begun after `waited_s`, when S3's had.
+        """Note that a cache server had sent nothing after `waited_s`, but S3 had.
 
         The wait counts as at most twice the mean. So the deadline grows if all answers are slow,
         but one hanging server of three does not make every third read wait longer.

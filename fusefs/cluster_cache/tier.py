@@ -116,7 +116,7 @@ class _Race:
             yield
 
     def leave(self, name: str) -> None:
-        """Cancel the `with` body of one side."""
+        """Cancel the `with` body of the side `name`."""
         self._scopes[name].cancel()
 
     def has(self, name: str) -> bool:

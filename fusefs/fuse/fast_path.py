@@ -53,9 +53,9 @@ class _Settling(trio.abc.Instrument):
 class FastPathReader:
     """Reads one mount's requests and lets compiled code answer some. Belongs to the event loop.
 
-    `receive` leaves a request for Python in the request buffer. Python's tables do not show
-    the requests that compiled code has answered until `settle` is called, which must happen
-    before any other code runs. `is_settled_first` does so for all tasks but the receiving task.
+    `receive` leaves a request for Python in the request buffer. After it `settle` must be called
+    before any other code runs: only then do Python's tables show what compiled code answered. In
+    the block of `is_settled_first` each step of another task calls `settle` first.
     """
 
     def __init__(

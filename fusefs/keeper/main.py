@@ -94,7 +94,7 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """Make the keeper that a broker becomes, or return an exit status; may raise BecomeBroker."""
+    """Return the keeper made of a broker, or 1 if too many failed; may raise BecomeBroker."""
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()

@@ -45,7 +45,7 @@ class MountState:
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:
-        """Give an inode's name a new node, as the bucket has another version (`info` if known)."""
+        """Separate an inode from its name, whose object is now another one (`info` if known)."""
         if inode.staged is not None:
             return
         if inode.parent is not None:

@@ -336,7 +336,7 @@ class UnansweredChanges:
         return False
 
     def tokens(self, key: str) -> list[str]:
-        """Return the tokens that the object `key` has if one of its unanswered changes made it."""
+        """Return the tokens of the unanswered changes of `key`; an object made by one has its."""
         return []
 
     def may_have_made(self, found: ObjectInfo) -> bool:

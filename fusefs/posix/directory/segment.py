@@ -177,10 +177,10 @@ class HiddenKeys:
 def segment_from(
     page: ListPage, prefix: str, start: str, carried: Carried | None, hidden: HiddenKeys
 ) -> Segment:
-    """Make a segment of a page of the directory `prefix`, listed from the position `start` on.
+    """Make a segment of one listed page of the directory `prefix`, from position `start` on.
 
-    `carried` are the files left over by the segment in front, None if unknown. Keys that no
-    file name can express, and entries with missing fields, are noted in `hidden`.
+    `carried` is `pending` of the segment before, None if unknown. Keys that no file name can
+    express, and entries with missing fields, are noted in `hidden`.
     """
     cut = len(prefix)
     stop = page.last[cut:] if page.next_token is not None else None

@@ -75,7 +75,7 @@ class StoreAfterRemovals:
         return await self._store.put_file(key, fd, size, write)
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """As `Store.begin_upload`, after the removal; `complete` then need not wait."""
+        """Call `Store.begin_upload` once the removals of `key` are finished."""
         await self._removals.flush_at(key)
         return await self._store.begin_upload(key, write)
 

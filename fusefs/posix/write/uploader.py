@@ -215,7 +215,7 @@ class Uploader:
         return True
 
     async def _leave_to_bucket(self, staged: StagedFile) -> None:
-        """Set a locked file aside: its name shows the bucket's object again."""
+        """Set a file's changes aside (its lock is held): its name shows the bucket's object."""
         await self._steps.abandon(staged)
         theirs = await find(self._store, staged.key)
         staged.is_meta_dirty = False

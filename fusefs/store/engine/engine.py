@@ -230,7 +230,7 @@ class Transfer(_engine.Transfer):
         return completion
 
     async def completed_or_slow(self) -> Completion | None:
-        """Wait as `completed`; return None if `look_up` is called before the completion."""
+        """Wait like `completed`, but return None if `look_up` wakes the task before."""
         cancelled: list[Callable[[], object]] = []
 
         def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:
