@@ -263,7 +263,7 @@ class MountpointS3(Peer):
             f"--region={REGION}",
             "--force-path-style",
             f"--cache={self.cache}",
-            *(["--allow-delete", "--allow-overwrite"] if self.is_writable else ["--read-only"]),
+            *(["--allow-delete", "--allow-overwrite"] if self.is_writable else []),
             "--allow-other",
         ]
         if bucket.authority is None:
