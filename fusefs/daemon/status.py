@@ -192,7 +192,7 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
         return None
     return {
         "durability": daemon.settings.durability.shown(),
-        "renames": mutations.changes.describe_renames() if mutations is not None else [],
+        "renames": mutations.changes.describe_renames(),
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
         "staged_strays": len(writer.staging.strays()),

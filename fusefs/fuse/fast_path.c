@@ -823,8 +823,8 @@ static PyObject *take_opened(FastPath *self)
         struct opened *one = &self->opened[at];
         PyObject *item = NULL;
         if (opened != NULL)
-            item = Py_BuildValue("OOKiIKi", one->inode != NULL ? one->inode : Py_None, one->file, (unsigned long long)one->fh,
-                                 one->backing_id, one->flags, (unsigned long long)one->unique,
+            item = Py_BuildValue("OOKiIKi", one->inode != NULL ? one->inode : Py_None, one->file,
+                                 (unsigned long long)one->fh, one->backing_id, one->flags, (unsigned long long)one->unique,
                                  one->is_closed);
         Py_CLEAR(one->inode);
         Py_CLEAR(one->file);
