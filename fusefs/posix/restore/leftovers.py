@@ -202,7 +202,7 @@ def _remove(directory: Path) -> None:
     """Remove a staging directory, unless files are left in it, which are logged."""
     remaining = {path.name for path in directory.iterdir()} - {SOURCE}
     if remaining:
-        logger.warning("%s has what only another mount may send: %s", directory, sorted(remaining))
+        logger.warning("%s keeps what this mount does not send: %s", directory, sorted(remaining))
         return
     (directory / SOURCE).unlink()
     directory.rmdir()
