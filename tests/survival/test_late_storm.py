@@ -39,6 +39,8 @@ LIMIT_S = 180.0
 # Requested here, while nothing else runs.
 UMASK = os.umask(0o022)
 os.umask(UMASK)
+# The mode of an object on which no program has set one.
+UNSET = 0o644
 # How long the programs of a round are at work.
 WORK_S = 2.5
 CHANGES = ("PUT", "COPY", "DELETE", "DELETE MANY")
@@ -312,7 +314,7 @@ class Lane:
                     continue
                 if answer["Body"].read() != expected.data:
                     wrong.append(f"content {prefix}{name}")
-                elif int(answer["Metadata"]["mode"]) & 0o777 != expected.mode:
+                elif int(answer["Metadata"].get("mode", UNSET)) & 0o777 != expected.mode:
                     wrong.append(f"mode {prefix}{name}")
         return wrong
 
