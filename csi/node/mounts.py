@@ -31,10 +31,15 @@ from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.launch import preflight, registry
 from fusefs.launch.control import ControlError
 from fusefs.launch.launcher import NotUpError, resume, start
-from fusefs.launch.mount_requests import daemon_pid, daemon_request, keeper_pid, keeper_status
+from fusefs.launch.mount_requests import (
+    daemon_pid,
+    daemon_request,
+    keeper_pid,
+    keeper_request,
+    keeper_status,
+)
 from fusefs.launch.preflight import LaunchError
 from fusefs.launch.registry import MountsError
-from fusefs.linux.fuse_connection import abort as abort_connection
 from fusefs.linux.mountinfo import KernelMount
 from fusefs.linux.processes import has_ended
 from fusefs.settings.mount import MountSettings, SettingsError
@@ -332,8 +337,9 @@ class Mounts:
 
     def _kill(self, root: Path, processes: list[int]) -> None:
         """Abort a mount's connection, and kill its processes, which would otherwise continue."""
-        with contextlib.suppress(ControlError, OSError):
-            abort_connection(keeper_status(root, ANSWER_TIMEOUT_S)["connection"])
+        with contextlib.suppress(ControlError):
+            # By the keeper: once the mount has gone, another one may have its connection's number.
+            keeper_request(root, {"do": "abort"}, ANSWER_TIMEOUT_S)
             _have_ended(processes, time.monotonic() + ENDED_S)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

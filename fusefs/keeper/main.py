@@ -16,7 +16,6 @@ standard error is the log. Few modules are imported, to save memory.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -98,8 +97,7 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()
-        with contextlib.suppress(OSError):
-            abort_own(broker.state)
+        abort_own(broker.state)
         return 1
     log("the keeper is dead; its broker goes on in its place")
     keeper = Keeper(broker.configuration, broker.state, listener)

@@ -381,11 +381,7 @@ class Keeper:
         log(f"the mount is given up: {why}", "ERROR")
         self._exit_code = 1
         self._answer_upgrade({"error": f"the mount was given up: {why}"})
-        try:
-            abort_own(self._state)
-        except OSError as error:
-            # The connection ends in any case when its last descriptor is closed.
-            log(f"its connection cannot be aborted: {error.strerror}")
+        abort_own(self._state)
 
     def _end_mount(self, exit_code: int) -> None:
         """Detach the mount if it is still there, and set the exit code for `run`."""
@@ -426,6 +422,9 @@ class Keeper:
                 client.answer({"ok": True})
             case "deposit" if self._state.connection:
                 self._deposit()
+                client.answer({"ok": True})
+            case "abort":
+                abort_own(self._state)
                 client.answer({"ok": True})
             case _:
                 client.answer({"error": "this cannot be done"})

@@ -158,9 +158,14 @@ class KeeperState:
 
 
 def abort_own(state: KeeperState) -> None:
-    """Abort the mount's connection unless it has ended: numbers are reused. Raises OSError."""
-    if state.fuse_fd < 0 or not fuse_connection.is_disconnected(state.fuse_fd):
+    """Abort the mount's connection unless it has ended: numbers are reused."""
+    if state.fuse_fd >= 0 and fuse_connection.is_disconnected(state.fuse_fd):
+        return
+    try:
         fuse_connection.abort(state.connection)
+    except OSError as error:
+        # The connection ends in any case when its last descriptor is closed.
+        log(f"its connection cannot be aborted: {error.strerror}")
 
 
 def describe_end(status: int | None) -> str:

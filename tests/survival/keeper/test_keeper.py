@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.support.survival.keeping import (
     blocked_reader,
     capabilities,
     error_of,
+    kept_mount,
     needs_fuse,
     needs_passthrough,
     needs_root,
@@ -106,6 +109,36 @@ def test_a_mount_that_is_aborted_is_over(kept: Kept) -> None:
     kept.abort()
     assert kept.wait() == 0
     assert kept.processes() == []
+
+
+def test_a_keeper_aborts_no_other_mount(kept: Kept) -> None:
+    """Its own has gone, and another one has the number of its connection."""
+    kept.start()
+    stopped = kept.status()["daemon"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        kept.umount()
+        with another_with(kept.connection) as other:
+            assert kept.ask({"do": "abort"}) == {"ok": True}
+            assert (other.mountpoint / "plain").read_bytes() == b"plain content"
+            assert other.ask({"do": "abort"}) == {"ok": True}
+            assert other.wait() == 0
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert kept.wait() == 0
+
+
+@contextmanager
+def another_with(connection: int | None) -> Iterator[Kept]:
+    """Yield a mount whose connection has this number, the lowest that is free."""
+    with ExitStack() as mounts:
+        for _ in range(20):
+            other = mounts.enter_context(kept_mount())
+            other.start()
+            if other.connection == connection:
+                yield other
+                return
+    pytest.fail(f"no mount got the number {connection}")
 
 
 @needs_passthrough
