@@ -4,9 +4,12 @@ It returns a line of figures, and raises AssertionError or CommandError if it fa
 `ON_NODES` end nodes or processes on them, so they need this machine's own cluster, with two nodes.
 """
 
+import json
 import time
 from collections.abc import Callable
 from functools import partial
+
+import yaml
 
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.control_plane import NEXT_KEYS
@@ -24,6 +27,7 @@ from tests.cluster.pods import (
     until,
 )
 from tests.support.csi.oidc import ROLE
+from tests.support.packaging.image import PROJECT
 
 # The number of pods' mounts on a node.
 _MOUNTED = "grep -c ' /var/lib/kubelet/.*kubernetes.io~csi.* fuse' /proc/self/mountinfo"
@@ -115,6 +119,30 @@ def inline_and_warm(cluster: Cluster) -> str:
         check = "test $(du -sb /v | cut -f1) -ge 9000000"
         space.succeeds(pod(cluster.image, "reader", check, volume))
     return "9 MB before the pod"
+
+
+def a_planned_job(cluster: Cluster) -> str:
+    """The example of a Job that tells the mount what it will read, by the mount's own file."""
+    with Namespace(cluster, "planned") as space:
+        text = (PROJECT / "examples/kubernetes/planned-job.yaml").read_text()
+        volume, bound, job = yaml.safe_load_all(text.replace("default", space.name))
+        attributes = {"store": "tests", "bucket": "volumes", "prefix": "planned/"}
+        volume["spec"]["csi"]["volumeAttributes"] = attributes
+        volume["spec"]["csi"]["nodePublishSecretRef"] = {
+            "name": "fusefs-s3",
+            "namespace": "default",
+        }
+        job["spec"]["template"]["spec"]["containers"][0]["image"] = cluster.image
+        name = bound["metadata"]["name"]
+        write = "for i in $(seq 100); do head -c 100000 /dev/urandom > /v/$i; done"
+        space.succeeds(volume, bound, pod(cluster.image, "writer", write, by_claim(name)))
+        space.apply(job)
+        space.wait("job/train-in-order", "condition=Complete")
+        [plan] = json.loads(space.kubectl("logs", "job/train-in-order"))["plans"]
+        space.kubectl("delete", "job/train-in-order", "pod/writer", f"pvc/{name}", "--wait")
+        cluster.kubectl("delete", "pv", name)
+    assert plan["opens"] == plan["entries"] == 100, plan
+    return f"{plan['in_time']} of 100 opens in time"
 
 
 def a_hundred_pods(cluster: Cluster) -> str:
@@ -397,6 +425,7 @@ def a_node_disappears(cluster: Cluster, restart: Callable[[], None]) -> str:
 ANYWHERE = (
     kinds_of_mounts,
     inline_and_warm,
+    a_planned_job,
     fifty_claims,
     a_hundred_pods,
     a_job_is_drained_and_resumes,
