@@ -323,9 +323,8 @@ class Prefetcher:
         await limiter.acquire_on_behalf_of(turn)
         try:
             if not job.is_over:
-                job.walk.fetched_bytes += await self._downloader.fill(
-                    job.file, start, stop, -math.inf
-                )
+                fetched = await self._downloader.fill(job.file, start, stop, -math.inf)
+                job.walk.fetched_bytes += fetched
         except NotKeptError:
             return False
         except StoreError as error:

@@ -563,7 +563,8 @@ class CacheWarmer:
             finally:
                 self._slots.release()
             if has_arrived and self._filler is not None:
-                work.job.unshared_blocks += await self._filler.finish(work.file, start, stop)
+                unshared = await self._filler.finish(work.file, start, stop)
+                work.job.unshared_blocks += unshared
         finally:
             self._parts.release()
             self._let_go(work)

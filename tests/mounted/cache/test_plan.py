@@ -74,6 +74,7 @@ def test_planned_files_are_there_before_they_are_opened(
     faulty.clear()
     plan = plan_of(here)
     assert (plan["opens"], plan["in_time"], plan["state"]) == (64, 64, "read to its end")
+    assert plan["fetched_bytes"] == sum(map(len, FILES.values()))
 
 
 def farthest_misses(order: list[str], room: int) -> int:
