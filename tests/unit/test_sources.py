@@ -35,7 +35,7 @@ def test_no_docstring_begins_with_a_clause(package: str) -> None:
 def test_no_sum_of_an_object_is_read_before_a_wait(package: str) -> None:
     """In `self.n += await f()` what other tasks add meanwhile is lost."""
     sums = [(place, node) for place, node in nodes(package) if isinstance(node, ast.AugAssign)]
-    assert len(sums) > 50
+    assert len(sums) > 10
     assert [
         place
         for place, node in sums
