@@ -31,11 +31,10 @@ def test_no_docstring_begins_with_a_clause(package: str) -> None:
     assert [each for each in texts if each[1].split()[0].rstrip(":,.") in CLAUSES] == []
 
 
-@pytest.mark.parametrize("package", ["fusefs", "csi"])
-def test_no_sum_of_an_object_is_read_before_a_wait(package: str) -> None:
+def test_no_sum_of_an_object_is_read_before_a_wait() -> None:
     """In `self.n += await f()` what other tasks add meanwhile is lost."""
-    sums = [(place, node) for place, node in nodes(package) if isinstance(node, ast.AugAssign)]
-    assert len(sums) > 10
+    sums = [(place, node) for place, node in nodes("fusefs") if isinstance(node, ast.AugAssign)]
+    assert len(sums) > 50
     assert [
         place
         for place, node in sums
