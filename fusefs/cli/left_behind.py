@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Logs in a staging directory, with a name for users (posix/metadata/attribute_log.py and others).
+# Logs in a staging directory (metadata/deferred_attributes.py and others), named for users.
 _LOGS = {"attributes": "changed attributes", "removals": "removals"}
 
 

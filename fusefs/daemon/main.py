@@ -57,7 +57,7 @@ from fusefs.planning.plans import Plans
 from fusefs.planning.prefetcher import Prefetcher
 from fusefs.posix.directory.head_policy import HeadPolicy
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.journal.journal import Journal, NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
@@ -411,7 +411,7 @@ class Daemon:
 
     def _operations(
         self,
-        log: Journal | NoJournal,
+        log: Journal,
         notifier: KernelNotifications,
         *,
         mounted_ns: int,
@@ -576,7 +576,7 @@ class Daemon:
         from fusefs.fuse.pyfuse3_session import PyfuseNotifications, PyfuseSession
 
         operations = self._operations(
-            NoJournal(), PyfuseNotifications(), mounted_ns=time.time_ns(), ids_are_inos=True
+            Journal(None), PyfuseNotifications(), mounted_ns=time.time_ns(), ids_are_inos=True
         )
         if operations.writer is not None:
             recovery.adopt(operations.writer)
@@ -587,7 +587,7 @@ class Daemon:
     async def _compact(self) -> None:
         """Rewrite the journal whenever it has grown, a few items at a time."""
         log = self._log
-        while isinstance(log, Journal):
+        while True:
             await ACTIVITY.pause(COMPACT_EVERY_S, idle_s=2 * COMPACT_EVERY_S)
             if log.wants_compaction and log.begin_compaction():
                 await self.operations.write_all(log)

@@ -23,7 +23,7 @@ from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
 
 if TYPE_CHECKING:
-    from fusefs.posix.nodes.inode_table import NodeLog
+    from fusefs.posix.journal.journal import Journal
 
 logger = logging.getLogger("fusefs.session")
 
@@ -65,7 +65,7 @@ class FastPathReader:
         reply: mmap,
         operations: Operations,
         times: RequestTimes,
-        log: NodeLog,
+        log: Journal,
     ) -> None:
         self._operations = operations
         self._times = times

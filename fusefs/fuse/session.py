@@ -40,7 +40,7 @@ from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Payload, ReadHandlers
 from fusefs.fuse.write_handlers import WriteHandlers
 from fusefs.linux.libc import lock_memory
-from fusefs.posix.nodes.inode_table import NodeLog
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.operations import Operations
 from fusefs.posix.read.read import MAX_READ
 from fusefs.posix.types import Caller, InFile
@@ -158,7 +158,7 @@ class Session:
         self,
         fd: int,
         operations: Operations,
-        log: NodeLog,
+        log: Journal,
         *,
         max_stack_depth: int = 1,
         has_fast_path: bool = True,

@@ -9,8 +9,9 @@ from fusefs.cache.downloader import Downloader
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.posix.directory.listings import Directories
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.handles import HandleTable
-from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, NodeLog, Ownership
+from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.types import ReadCounters
 from fusefs.store.contract import Store
@@ -30,7 +31,7 @@ class MountState:
     cache: FileCache
     downloader: Downloader
     backing: PassthroughFiles
-    journal: NodeLog
+    journal: Journal
     inodes: InodeTable
     handles: HandleTable
     owner: Ownership
@@ -52,3 +53,19 @@ class MountState:
             directory = self.directories.get(self.inodes.key(inode.parent))
             self.directories.correct(directory, inode.name, info)
         self.inodes.mark_replaced(inode)
+
+
+class MountPart:
+    """A part of one mount's file system, which shares the tables and services of the mount."""
+
+    def __init__(self, state: MountState) -> None:
+        self._state = state
+        self._store = state.store
+        self._directories = state.directories
+        self._cache = state.cache
+        self._downloader = state.downloader
+        self._backing = state.backing
+        self._inodes = state.inodes
+        self._handles = state.handles
+        self._counters = state.counters
+        self._notifier = state.notifier

@@ -26,12 +26,11 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.metadata.xattrs import Xattrs
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.namespace.after_removals import StoreAfterRemovals
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.handles import DirectoryHandle
-from fusefs.posix.nodes.inode_table import Attributes, Inode, NodeLog
+from fusefs.posix.nodes.inode_table import Attributes, Inode
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.read.open import Opener
@@ -46,7 +45,7 @@ from fusefs.posix.types import (
     OpenResult,
     waiting,
 )
-from fusefs.posix.write.removals import Removals
+from fusefs.posix.write.removals import Removals, StoreAfterRemovals
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
@@ -348,7 +347,7 @@ class Operations:
         for index, inode in enumerate(self.inodes.all()):
             is_known = self.inodes.find(inode.nodeid) is inode
             if is_known and (inode.parent is not None or inode.entries_changed_ns):
-                log.node(inode)
+                log.node(inode.logged())
                 if inode.is_removed:
                     log.removed(inode.nodeid)
                 elif not inode.is_current:
@@ -372,7 +371,7 @@ class Operations:
         if self.mutations is not None:
             self.mutations.changes.write_all(log)
 
-    def log_table(self, log: NodeLog) -> None:
+    def log_table(self, log: Journal) -> None:
         """Log the next unused node id and handle number, and the time of the mount."""
         log.table(self.inodes.next_id, self.handles.next_fh, self.mounted_ns)
 

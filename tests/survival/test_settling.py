@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.late.request_log import PUT, Change, RequestLog
 from fusefs.posix.late.uncertain_keys import KILLED_WAIT_S, UncertainKeys, boottime
 from fusefs.posix.late.watched_store import WatchedStore
@@ -69,7 +69,7 @@ async def test_what_was_listed_before_all_had_landed_is_listed_again() -> None:
     store = MemoryBucket(["a"])
     async with trio.open_nursery() as nursery:
         store.unanswered = SettledSoon()
-        directories = Directories(store, InodeTable("", NoJournal()), PathRules(60.0), nursery)
+        directories = Directories(store, InodeTable("", Journal(None)), PathRules(60.0), nursery)
         root = directories.get("")
         for lists in (1, 2, 2):
             await directories.lookup(root, "a")

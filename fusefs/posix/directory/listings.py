@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
@@ -64,6 +65,8 @@ _MOST_AGAIN = 1000
 # For how long `Segment.pending` may be used for the next page, even if the segment has expired:
 # with a TTL of 0, too, the pages of a stream follow each other.
 CARRIED_S = 10.0
+# The most names of a folder that are searched for the next folder.
+_LOOKED_AT = 100
 # A segment and its directory take as much memory as this many entries.
 _SEGMENT_SIZE = 2
 
@@ -301,6 +304,43 @@ class Directories:
                 for segment in directory.segments:
                     segment.distrust()
                 directory.generation += 1
+
+    # The known files, for readahead; nothing here sends a request.
+
+    def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
+        """Yield the known files of a folder: those behind the key `behind`, then the others."""
+        name = behind.removeprefix(prefix)
+        position = names.position(name) if name else ""
+        yield from self._between(prefix, position, None)
+        if position:
+            yield from self._between(prefix, "", position)
+
+    def next_folder(self, prefix: str) -> str | None:
+        """The prefix of the next folder in the parent's listing; None if it is not known."""
+        if not prefix:
+            return None
+        parent, name = names.split_entry(prefix)
+        position = names.position(name)
+        for segment in self.get(parent).segments:
+            if segment.stop is None or segment.stop > position:
+                first = segment.after(position)
+                for other in segment.ordered[first : first + _LOOKED_AT]:
+                    if segment.entries.get(other, True) is None:
+                        return f"{parent}{other}/"
+        return None
+
+    def _between(self, prefix: str, start: str, stop: str | None) -> Iterator[ObjectInfo]:
+        """Yield the files at positions in (start, stop], up to the first gap in the listings."""
+        directory, at = self.get(prefix), start
+        while segment := directory.behind(at):
+            for name in segment.ordered[segment.after(at) :]:
+                if stop is not None and names.position(name) > stop:
+                    return
+                if (entry := segment.entries.get(name)) is not None:
+                    yield entry
+            if segment.stop is None or (stop is not None and segment.stop >= stop):
+                return
+            at = segment.stop
 
     def _fill(
         self, walk: Walk, prefix: str, page: ListPage, fetched: float, has_own_key: bool

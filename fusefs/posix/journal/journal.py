@@ -51,14 +51,13 @@ from fusefs.posix.journal.records import (
     WHOLE_OPEN,
     KernelState,
     Kind,
+    LoggedNode,
     Replayed,
     header,
     node_payload,
     replay,
     start_payload,
 )
-from fusefs.posix.nodes.inode import Inode
-from fusefs.posix.nodes.inode_table import NodeLog
 
 logger = logging.getLogger("fusefs.journal")
 
@@ -68,12 +67,6 @@ STEP = 4 << 20
 TORN = 64 << 10
 # A log is rewritten when it is this large and twice as large as its items need.
 COMPACT_FROM = 32 << 20
-
-
-class NoJournal(NodeLog):
-    """The journal of a session that cannot be taken over: it records nothing."""
-
-    def close(self, *, remove: bool) -> None: ...
 
 
 class _Log:
@@ -142,19 +135,22 @@ class _Log:
         os.close(self._fd)
 
 
-class Journal(NodeLog):
+class Journal:
     """The log of one mount. Belongs to the event loop.
 
     If the disk is full or fails, the journal turns itself off with one warning:
-    the mount continues, but cannot be taken over.
+    the mount continues, but cannot be taken over. Without a path it is off from the start.
+    Each method writes one record; the caller has not told the kernel of the item yet.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path | None) -> None:
+        self._path = path or Path()
         self._log: _Log | None = None
         self._next: _Log | None = None
         self._compacted_size = 0
         self._init_record = b""
+        if path is None:
+            return
         try:
             path.unlink(missing_ok=True)  # another daemon may still have the old file mapped
             self._log = _Log(path)
@@ -167,41 +163,49 @@ class Journal(NodeLog):
         """Read the log of a daemon that is gone, and continue it. Blocks; raises as `replay`."""
         _next_of(path).unlink(missing_ok=True)
         read = replay(path)
-        journal = cls.__new__(cls)
+        journal = cls(None)
         journal._path = path
-        journal._next = None
         journal._compacted_size = read.current_bytes
         journal._init_record = read.state.init_out
         journal._log = _Log(path, read)
         return journal, read.state
 
-    def node(self, inode: Inode) -> None:
-        self._append(Kind.NODE, node_payload(inode))
+    def node(self, node: LoggedNode) -> None:
+        """Log a node: the kernel is about to get it, or its name, key or version has changed."""
+        self._append(Kind.NODE, node_payload(node))
 
-    def count(self, inode: Inode) -> None:
-        self._write(WHOLE_COUNT.pack(COUNT.size, Kind.COUNT, inode.nodeid, inode.nlookup))
+    def count(self, nodeid: int, nlookup: int) -> None:
+        """Log a node's new lookup count."""
+        self._write(WHOLE_COUNT.pack(COUNT.size, Kind.COUNT, nodeid, nlookup))
 
     def gone(self, nodeid: int) -> None:
+        """Log that the kernel has forgotten a node."""
         self._append(Kind.GONE, ID.pack(nodeid))
 
     def mark(self, nodeid: int, number: int, position: str) -> None:
+        """Log the number of a directory's position; number 0: drop all positions (offsets.py)."""
         self._append(Kind.MARK, MARK.pack(nodeid, number) + position.encode())
 
     def replaced(self, nodeid: int) -> None:
+        """Log that a node no longer stands for its name; see `InodeTable.mark_replaced`."""
         self._append(Kind.REPLACED, ID.pack(nodeid))
 
     def removed(self, nodeid: int) -> None:
+        """Log that a node's file lost its name in a removal or rename; see `InodeTable.detach`."""
         self._append(Kind.REMOVED, ID.pack(nodeid))
 
     def number(self, place: int, number: int) -> None:
+        """Log a record of nodes/file_numbers.py; equal values delete the record."""
         self._append(Kind.NUMBER, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
+        """Log that a process got ESTALE for a node (`is_pending`), or has looked its name up."""
         self._append(Kind.STALE, STALE.pack(nodeid, pid, is_pending))
 
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None:
+        """Log a handle; backing id 0: the daemon answers its reads."""
         self._write(
             WHOLE_OPEN.pack(OPEN.size, Kind.OPEN, unique, fh, nodeid, flags, mode, backing_id)
         )
@@ -210,20 +214,22 @@ class Journal(NodeLog):
         self._write(WHOLE_ID.pack(ID.size, Kind.CLOSED, fh))
 
     def negotiated(self, init_out: bytes) -> None:
+        """Log the answer to INIT, which stays valid for the next daemon."""
         self._init_record = init_out
         self._append(Kind.INIT, init_out)
 
     def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
+        """Log the next unused node id and handle number, and the mount's time (ns, epoch)."""
         self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
+        """Log that a request is about to change something; if it is resent, that may be done."""
         self._append(Kind.BEGUN, ID.pack(unique))
 
     @property
     def plain_log(self) -> _Log | None:
         """The log for compiled code to append to; None if there are two logs, or none."""
-        log = self._log
-        return log if self._next is None else None
+        return self._log if self._next is None else None
 
     @property
     def wants_compaction(self) -> bool:

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusefs.linux import clock
-from fusefs.posix.nodes.file_numbers import LEAST_HASH
-from fusefs.posix.nodes.inode import FIRST_ID, Inode
 from fusefs.store.interface import ObjectInfo
 
 FORMAT = 3
+# Smaller node ids are the root's and the offsets of "." and ".." in directory streams.
+FIRST_ID = 16
+# Inode numbers from here on are hashes (nodes/file_numbers.py); all node ids are smaller.
+LEAST_HASH = 1 << 62
 
 MAGIC = b"fusefs journal3\n"
 # Native byte order and size, so that one instruction stores a number: a kill does not tear it.
@@ -74,7 +76,7 @@ class Kind:
 
 @dataclass(slots=True)
 class LoggedNode:
-    """A node read from the log; `info` is None for a directory.
+    """A node as the log has it: parent 0 is the root's; `info` is None for a directory.
 
     `entries_changed_ns` is as in `Inode`.
     """
@@ -137,15 +139,13 @@ def start_payload() -> bytes:
     return f"fusefs journal {FORMAT} {clock.boot_id()}".encode()
 
 
-def node_payload(inode: Inode) -> bytes:
-    """The record of a node: its ids, lookup count, name and version (a directory has none)."""
-    parent = inode.parent.nodeid if inode.parent is not None else 0
-    ids = inode.nodeid, parent, inode.ino, inode.nlookup
-    name = inode.name.encode()
-    info = inode.info
+def node_payload(node: LoggedNode) -> bytes:
+    ids = node.nodeid, node.parent, node.ino, node.nlookup
+    name = node.name.encode()
+    info = node.info
     if info is None:
         lengths = len(name), _DIRECTORY, 0
-        return NODE.pack(*ids, 0, inode.entries_changed_ns, *lengths) + name
+        return NODE.pack(*ids, 0, node.entries_changed_ns, *lengths) + name
     etag, storage_class = info.etag.encode(), info.storage_class.encode()
     lengths = len(name), len(etag), len(storage_class)
     head = NODE.pack(*ids, info.size, info.mtime_ns, *lengths)

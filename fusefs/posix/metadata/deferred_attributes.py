@@ -3,9 +3,9 @@
 S3 has no request that changes only metadata: a new mode, owner or time takes
 a copy of the object onto itself. Programs that unpack and copy (rsync, tar,
 cp -a) change all three after each close, and rename the file. So a change
-is recorded (attribute_log.py) and waits for DEFER_S; further changes in this time are
-sent with it. A rename adds the change to its own copy, an open for writing
-adds it to the file's next upload, and a removal drops it. `fsync`, `fusefs
+is recorded, as a line of STAGING/attributes (journal/line_log.py), and waits for DEFER_S;
+further changes in this time are sent with it. A rename adds the change to its own copy, an
+open for writing adds it to the file's next upload, and a removal drops it. `fsync`, `fusefs
 sync` and the end of the mount send it at once.
 
 A change that S3 refuses stays recorded and is tried again. If another client has
@@ -22,14 +22,15 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import trio
 
-from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
+from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import is_at_or_below
-from fusefs.posix.nodes.object_metadata import Meta
+from fusefs.posix.nodes.object_metadata import Meta, read
 from fusefs.posix.types import find
 from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -39,6 +40,7 @@ from fusefs.telemetry.stalls import Work, unattended, waiting_for
 
 logger = logging.getLogger("fusefs.attributes")
 
+NAME = "attributes"
 DEFER_S = 1.0
 # The pause between attempts to send a change.
 RETRY_S = 5.0
@@ -81,8 +83,26 @@ class DeferredChange:
         """The number of bytes that wait to be sent: 0."""
         return 0
 
-    def recorded(self) -> RecordedAttributes:
-        return RecordedAttributes(self.info, self.meta.as_metadata(), self.tokens)
+    def line(self) -> bytes:
+        info, metadata = self.info, self.meta.as_metadata()
+        return line([info.key, info.etag, info.size, info.mtime_ns, metadata, *self.tokens])
+
+
+def load(directory: Path, default: Meta) -> list[DeferredChange]:
+    """Read the changes recorded in a staging directory; attributes they lack are `default`'s.
+
+    Blocks.
+    """
+    changes: list[DeferredChange] = []
+    for key, fields in load_lines(directory / NAME).items():
+        try:
+            etag, size, mtime_ns, metadata, *tokens = fields
+            info = ObjectInfo(key, size, etag, mtime_ns)
+            meta = read(dict(metadata), default)
+            changes.append(DeferredChange(info, meta, tuple(map(str, tokens))))
+        except (ValueError, TypeError):
+            logger.warning("%s: what is on record of %s can't be read", directory / NAME, key)
+    return changes
 
 
 class OwnObjects:
@@ -123,22 +143,22 @@ class OwnObjects:
 class DeferredAttributes:
     """The changed attributes of one mount that are to be sent. Belongs to the event loop.
 
-    `landed` is called with the old and the new version of an object, and `lost` with a version
-    that was replaced or removed, so that its change is given up.
+    They are recorded in the directory `staging`. `landed` is called with the old and the new
+    version of an object, and `lost` with one whose change is given up, as it was replaced.
     A change that can't be recorded raises OSError; one that can't be sent StoreError, and is kept.
     """
 
     def __init__(
         self,
         nursery: trio.Nursery,
-        log: AttributeLog,
+        staging: Path,
         store: Store,
         own: OwnObjects,
         landed: Callable[[ObjectInfo, ObjectInfo], Awaitable[None]],
         lost: Callable[[ObjectInfo], None],
     ) -> None:
         self._nursery = nursery
-        self._log = log
+        self._log = LineLog(staging / NAME)
         self._store = store
         self._own = own
         self._landed = landed
@@ -193,25 +213,24 @@ class DeferredAttributes:
         """Record new attributes for a version's object, to be sent soon."""
         entry = self._by_key.get(info.key)
         if entry is not None and entry.info.etag == info.etag:
-            self._log.append(
-                RecordedAttributes(entry.info, meta.as_metadata(), entry.tokens).line()
-            )
+            self._log.append(replace(entry, meta=meta).line())
             entry.meta = meta
             entry.changes += 1
             entry.token = None
         else:
-            self._log.append(RecordedAttributes(info, meta.as_metadata()).line())
-            self._add(DeferredChange(info, meta))
+            entry = DeferredChange(info, meta)
+            self._log.append(entry.line())
+            self._add(entry)
 
-    def _note(self, record: RecordedAttributes) -> bool:
+    def _note(self, entry: DeferredChange) -> bool:
         """Record a change; False if the disk fails, which is logged: it is sent in any case."""
         try:
-            self._log.append(record.line())
+            self._log.append(entry.line())
             return True
         except OSError as error:
             logger.warning(
                 "the attributes of %s are not on record, and lost if this process dies: %s",
-                record.info.key,
+                entry.key,
                 error.strerror,
             )
             return False
@@ -234,7 +253,7 @@ class DeferredAttributes:
         if entry is not None:
             if info is not None:
                 new = DeferredChange(info, entry.meta)
-                if not self._note(new.recorded()):
+                if not self._note(new):
                     new.due = new.since
                 self._add(new)
             self._note_done(key)
@@ -257,7 +276,7 @@ class DeferredAttributes:
         self._log.done([key])
         remaining = [*self._taken, *self._by_key.values()]
         if not remaining or self._log.is_large:
-            self._log.write_anew(entry.recorded().line() for entry in remaining)
+            self._log.write_anew(entry.line() for entry in remaining)
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
@@ -425,7 +444,7 @@ class DeferredAttributes:
             entry.token = self._store.tokens.next()
             entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
             try:
-                self._log.append(entry.recorded().line())
+                self._log.append(entry.line())
             except OSError as error:
                 logger.info("the token of %s is not on record: %s", entry.key, error.strerror)
         write = Write(entry.meta.as_metadata(), token=entry.token)
@@ -458,20 +477,18 @@ class DeferredAttributes:
             entry.info, entry.error = info, None
             entry.tokens, entry.token = (), None
             entry.due = trio.current_time() + DEFER_S
-            self._note(entry.recorded())
+            self._note(entry)
             self._wait_for(entry)
 
     # Changes of an earlier process, and the mount's end
 
-    def adopt(
-        self, found: Iterable[tuple[RecordedAttributes, Meta]], *, is_on_record: bool
-    ) -> None:
+    def adopt(self, found: Iterable[DeferredChange], *, is_on_record: bool) -> None:
         """Take over changes that an earlier process left, for keys without a change."""
-        new = [(record, meta) for record, meta in found if record.info.key not in self._by_key]
+        new = [entry for entry in found if entry.key not in self._by_key]
         if new and not is_on_record:
-            self._log.append(b"".join(record.line() for record, _ in new))
-        for record, meta in new:
-            self._add(DeferredChange(record.info, meta, record.tokens))
+            self._log.append(b"".join(entry.line() for entry in new))
+        for entry in new:
+            self._add(entry)
 
     async def drain(self) -> None:
         """Attempt to send each change once. Failed changes stay recorded."""

@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 import trio
 
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.namespace.relocate import Relocator
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.nodes.inode_table import Inode, NodeLog
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta, read
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
 from fusefs.posix.types import Caller, find
@@ -53,19 +54,14 @@ PUT_BACK_S = 10.0
 PUT_BACK_PAUSE_S = 0.05
 
 
-class CreateRemove:
+class CreateRemove(MountPart):
     """Creates, links and removes the names of one mount. Belongs to the event loop."""
 
     def __init__(
         self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
     ) -> None:
-        self._state = state
+        super().__init__(state)
         self._mover = Relocator(state, writing.staging)
-        self._store = state.store
-        self._directories = state.directories
-        self._cache = state.cache
-        self._inodes = state.inodes
-        self._handles = state.handles
         self._owner = state.owner
         self._log = state.journal
         self._writer = writer
@@ -79,7 +75,7 @@ class CreateRemove:
         # The node ids of files that an earlier process staged; None before the first change.
         self._inherited: set[int] | None = None
 
-    def write_all(self, log: NodeLog) -> None:
+    def write_all(self, log: Journal) -> None:
         """Write to a new journal the requests under way, which the kernel may send again."""
         for unique in self._under_way:
             log.begun(unique)

@@ -20,7 +20,7 @@ import trio
 
 from fusefs.posix.metadata import xattrs
 from fusefs.posix.metadata.head_cache import HeadCache
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import Inode
@@ -33,7 +33,7 @@ from fusefs.posix.write.writer import Writer
 Result = TypeVar("Result")
 
 
-class Mutations:
+class Mutations(MountPart):
     """The requests that change something, one method each. Belongs to the event loop."""
 
     def __init__(
@@ -45,8 +45,7 @@ class Mutations:
         head_cache: HeadCache,
         release: Callable[[int], None],
     ) -> None:
-        self._state = state
-        self._inodes = state.inodes
+        super().__init__(state)
         self._head_cache = head_cache
         self._release = release
         self._nursery = nursery

@@ -14,7 +14,7 @@ import trio
 
 from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import parent_of, split_entry
@@ -27,15 +27,12 @@ Moved = Mapping[ObjectVersion, ObjectInfo]
 CACHED_AT_ONCE = 64
 
 
-class Relocator:
+class Relocator(MountPart):
     """Renames a mount's nodes, cached copies and staged files. For the event loop."""
 
     def __init__(self, state: MountState, staging: Staging) -> None:
-        self._directories = state.directories
-        self._cache = state.cache
+        super().__init__(state)
         self._staging = staging
-        self._inodes = state.inodes
-        self._handles = state.handles
 
     def is_dated(self, info: ObjectInfo) -> bool:
         """True if an object's metadata is known to have its modification time."""

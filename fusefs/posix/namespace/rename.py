@@ -61,7 +61,6 @@ class NameChanges(CreateRemove):
         self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
     ) -> None:
         super().__init__(state, writing, writer, prefix_lock)
-        self._notifier = state.notifier
         self._renames = RenameJobs(
             writing,
             state.inodes.prefix,

@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import islice
 
+from fusefs.posix.journal.records import LEAST_HASH
 from fusefs.posix.nodes.inode import Inode
 
 # Stands for a number in a record: the place's own hash must not be used again.
 SPENT = 0
-# All hashes are greater than all node ids.
-LEAST_HASH = 1 << 62
 # About 8 MiB.
 MOST_RECORDS = 1 << 16
 # An eighth of the records is dropped at a time, as each time all nodes are looked through.

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
-from fusefs.posix.nodes.inode_table import Inode, NodeLog
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.interface import ObjectVersion
 
 SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as in the journal
@@ -65,7 +66,7 @@ class DirectoryHandle:
 class HandleTable:
     """All open handles by number. No number is used twice."""
 
-    def __init__(self, log: NodeLog) -> None:
+    def __init__(self, log: Journal) -> None:
         self._log = log
         # No handle number from here on has been used.
         self.next_fh = 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from fusefs.cache.cached_file import CacheFile
+from fusefs.posix.journal.records import LoggedNode
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.object_metadata import NONE_SET, Form, Meta
 from fusefs.store.interface import ObjectInfo, UploadState
@@ -21,8 +22,6 @@ from fusefs.store.s3.multipart import Upload
 
 # The lock owner of a WRITE or a FLUSH for which the kernel gives none.
 UNKNOWN_OWNER = 0
-# Smaller numbers are the root's id and the offsets of "." and ".." in directory streams.
-FIRST_ID = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +161,12 @@ class Inode:
     @property
     def _names(self) -> int:
         return 1 if self.links is None else len(self.links.nodes)
+
+    def logged(self) -> LoggedNode:
+        """The node's record in the journal."""
+        parent = self.parent.nodeid if self.parent is not None else 0
+        ids = self.nodeid, parent, self.ino
+        return LoggedNode(*ids, self.name, self.nlookup, self.info, self.entries_changed_ns)
 
     def child(self, name: str) -> Inode | None:
         """The current node of a name in this directory; None if the kernel does not know it."""

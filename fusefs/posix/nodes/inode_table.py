@@ -26,13 +26,15 @@ from types import MappingProxyType
 
 import trio
 
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.records import FIRST_ID
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
-from fusefs.posix.nodes.inode import FIRST_ID, Attributes, Inode, LinkedNames, Ownership
+from fusefs.posix.nodes.inode import Attributes, Inode, LinkedNames, Ownership
 from fusefs.posix.nodes.notifier import KernelNotifications
 from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-__all__ = ["FIRST_ID", "ROOT_ID", "Attributes", "Inode", "InodeTable", "NodeLog", "Ownership"]
+__all__ = ["ROOT_ID", "Attributes", "Inode", "InodeTable", "Ownership"]
 
 # The new objects of versions that were copied to another key.
 Copies = Mapping[ObjectVersion, ObjectInfo]
@@ -41,59 +43,6 @@ Copies = Mapping[ObjectVersion, ObjectInfo]
 FIRST_S = 1.0
 # A listing may date a change of this mount later by at most this.
 CLOCKS_DIFFER_NS = 1_000_000_000
-
-
-class NodeLog:
-    """The interface of the journal, which is written before each reply (journal/journal.py).
-
-    The methods of this base class do nothing.
-    """
-
-    def node(self, inode: Inode) -> None:
-        """Log a node: the kernel is about to get it, or its name, key or version has changed."""
-
-    def count(self, inode: Inode) -> None:
-        """Log a node's new lookup count."""
-
-    def gone(self, nodeid: int) -> None:
-        """Log that the kernel has forgotten a node."""
-
-    def mark(self, nodeid: int, number: int, position: str) -> None:
-        """Log the number of a directory's position; number 0: drop all positions (offsets.py)."""
-
-    def replaced(self, nodeid: int) -> None:
-        """Log that a node no longer stands for its name; see `InodeTable.mark_replaced`."""
-
-    def removed(self, nodeid: int) -> None:
-        """Log that a node's file lost its name in a removal or rename; see `InodeTable.detach`."""
-
-    def number(self, place: int, number: int) -> None:
-        """Log a record of nodes/file_numbers.py; equal values delete the record."""
-
-    def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
-        """Log that a process got ESTALE for a node (`is_pending`), or has looked its name up."""
-
-    def opened(
-        self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
-    ) -> None:
-        """Log a handle before the reply to its open; backing id 0: the daemon answers reads."""
-
-    def closed(self, fh: int) -> None:
-        """Log that a handle is released."""
-
-    def negotiated(self, init_out: bytes) -> None:
-        """Log the answer to INIT, which stays valid for the next daemon."""
-
-    def table(self, next_id: int, next_fh: int, mounted_ns: int) -> None:
-        """Log the next unused node id and handle number, and the mount's time (ns, epoch)."""
-
-    def begun(self, unique: int) -> None:
-        """Log that a request is about to change something; if it is resent, that may be done."""
-
-    @property
-    def plain_log(self) -> object | None:
-        """The log for compiled code to append to; None if there is no log, or more than one."""
-        return None
 
 
 class InodeTable:
@@ -107,7 +56,7 @@ class InodeTable:
     def __init__(
         self,
         prefix: str,
-        log: NodeLog,
+        log: Journal,
         notifier: KernelNotifications | None = None,
         *,
         ids_are_inos: bool = False,
@@ -196,7 +145,7 @@ class InodeTable:
                     inode.meta = None  # another client may have changed the mode, say
                 inode.info = info
                 inode.packed = None
-                self._log.node(inode)
+                self._log.node(inode.logged())
                 return inode
             self.mark_replaced(inode)
         linked = None
@@ -224,9 +173,9 @@ class InodeTable:
         inode.shown_until = max(valid_until, time.monotonic() + FIRST_S)
         inode.looked_up = was_asked
         if inode.nlookup == 1:
-            self._log.node(inode)
+            self._log.node(inode.logged())
         else:
-            self._log.count(inode)
+            self._log.count(inode.nodeid, inode.nlookup)
 
     def mark(self, directory: Inode, position: str) -> int:
         """Return the number of a position to which offsets refer; a new number is logged."""
@@ -264,7 +213,7 @@ class InodeTable:
         """Make an inode stand for another version of its object from now on."""
         inode.info = info
         inode.packed = None
-        self._log.node(inode)
+        self._log.node(inode.logged())
 
     def create(self, parent: Inode, name: str, info: ObjectInfo) -> Inode:
         assert parent.children is not None
@@ -345,7 +294,7 @@ class InodeTable:
     def _renumber(self, inode: Inode, number: int | None) -> None:
         inode.ino = self._new_id() if number is None else number
         self.numbers.give(inode, inode.ino)
-        self._log.node(inode)
+        self._log.node(inode.logged())
         self._show(inode)
 
     def _show(self, inode: Inode) -> None:
@@ -362,7 +311,7 @@ class InodeTable:
         if directory.entries_changed_ns != changed_ns:
             directory.entries_changed_ns = changed_ns
             directory.packed = None
-            self._log.node(directory)
+            self._log.node(directory.logged())
 
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
@@ -390,7 +339,7 @@ class InodeTable:
         if inode.info is not None:
             self.follow(inode, copies.get(inode.info.version), key)
         inode.packed = None
-        self._log.node(inode)
+        self._log.node(inode.logged())
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
         """Give an inode another key, and the version of the copy there (None: unknown)."""
@@ -409,7 +358,7 @@ class InodeTable:
             return
         self.forgotten_at = time.monotonic()
         inode.nlookup = max(0, inode.nlookup - nlookup)
-        self._log.count(inode)
+        self._log.count(inode.nodeid, inode.nlookup)
         self.drop_unknown(inode)
 
     def drop_unknown(self, inode: Inode) -> None:

@@ -27,10 +27,10 @@ from fusefs.cache.readahead.next_files import NextFiles
 from fusefs.cache.readahead.siblings import SMALL, Siblings
 from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.directory.segment import Absent, Entry
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.handles import FileHandle
-from fusefs.posix.nodes.inode_table import Inode, NodeLog
-from fusefs.posix.read.known_files import KnownFiles
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
@@ -42,24 +42,15 @@ MOST_STALE = 4096
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
-class Opener:
+class Opener(MountPart):
     """The opens of one mount; `writer` is None on a read-only one. Belongs to the event loop."""
 
     def __init__(self, state: MountState, writer: Writer | None) -> None:
-        self._state = state
-        self._store = state.store
-        self._directories = state.directories
-        self._cache = state.cache
-        self._downloader = state.downloader
-        self._backing = state.backing
-        self._inodes = state.inodes
-        self._handles = state.handles
-        self._counters = state.counters
+        super().__init__(state)
         self._writer = writer
         self.redirects = Redirects(state.journal)
-        known = KnownFiles(state.directories)
-        self._siblings = Siblings(state.downloader, state.cache, known)
-        self._next_files = NextFiles(state.downloader, state.cache, known)
+        self._siblings = Siblings(state.downloader, state.cache, state.directories)
+        self._next_files = NextFiles(state.downloader, state.cache, state.directories)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for reading, as explained above; EROFS for an open for writing."""
@@ -375,7 +366,7 @@ def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
 class Redirects:
     """The opens that got ESTALE and have not been followed by a lookup of the name yet."""
 
-    def __init__(self, log: NodeLog) -> None:
+    def __init__(self, log: Journal) -> None:
         self._log = log
         # The id of the node that was to be opened, by (directory's id, name, process).
         self._pending: OrderedDict[tuple[int, str, int], int] = OrderedDict()
@@ -394,7 +385,7 @@ class Redirects:
         """Restore the entry of an ESTALE that an earlier process of this mount answered."""
         self._pending[_opener(inode, program)] = inode.nodeid
 
-    def write_all(self, log: NodeLog) -> None:
+    def write_all(self, log: Journal) -> None:
         """Write all entries to a new journal."""
         for (_, _, program), nodeid in self._pending.items():
             log.stale(nodeid, program, is_pending=True)

@@ -17,7 +17,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.direct_reader import is_lost
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
@@ -32,18 +32,14 @@ MAX_READ = 1 << 20
 LONGEST_COPIED = 64 << 10
 
 
-class Reader:
+class Reader(MountPart):
     """The reads of one mount. Belongs to the event loop.
 
     `editor` downloads bytes that an edited file lacks; None on a read-only mount.
     """
 
     def __init__(self, state: MountState, editor: SparseEditor | None) -> None:
-        self._cache = state.cache
-        self._downloader = state.downloader
-        self._handles = state.handles
-        self._counters = state.counters
-        self._mark_stale = state.mark_stale
+        super().__init__(state)
         self._editor = editor
         self._buffer = memoryview(bytearray(MAX_READ))
         self._nowait = os.RWF_NOWAIT
@@ -173,10 +169,10 @@ class Reader:
                     pass
             return await self._read_unkept(handle, offset, stop)
         except NotFoundError:
-            self._mark_stale(handle.inode)
+            self._state.mark_stale(handle.inode)
             raise OSError(errno.ESTALE, "the object has been deleted") from None
         except StaleVersionError:
-            self._mark_stale(handle.inode)
+            self._state.mark_stale(handle.inode)
             raise
         finally:
             self._cache.unpin(file)

@@ -12,18 +12,20 @@ the most nodes that it may: a directory of millions would need a node for each e
 from __future__ import annotations
 
 import errno
+import math
 import time
 from itertools import islice
 
-from fusefs.posix.directory.listings import Directory, Segment
+from fusefs.posix.directory.head_policy import Assumed
+from fusefs.posix.directory.listings import Directory, Entry, Segment
 from fusefs.posix.metadata.head_cache import MOST_AHEAD, HeadCache
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.offsets import base_of, code_of, divided
-from fusefs.posix.read.entries import Entries
-from fusefs.posix.types import Answer, Caller, DirectoryBuffer, waiting
+from fusefs.posix.types import Answer, Caller, DirectoryBuffer, NameKind, waiting
 
 # The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
@@ -32,13 +34,11 @@ DOT, DOT_DOT = 2, 3
 _SEARCHED = 100_000
 
 
-class DirectoryStreams:
+class DirectoryStreams(MountPart):
     """The open directories of one mount. Belongs to the event loop."""
 
     def __init__(self, state: MountState, head_cache: HeadCache) -> None:
-        self._directories = state.directories
-        self._inodes = state.inodes
-        self._handles = state.handles
+        super().__init__(state)
         self._head_cache = head_cache
 
     def open(self, inode: Inode, caller: Caller) -> tuple[DirectoryHandle, bool]:
@@ -202,14 +202,35 @@ class DirectoryStreams:
         """Add a segment's entries; True if the next segment's entries can be added as well."""
         if not handle.position:
             handle.generation = directory.generation
-        base = base_of(self._inodes.mark(handle.inode, segment.start))
-        entries = Entries(self._inodes, self._head_cache, handle.inode, segment, buffer)
+        parent, inodes, heads = handle.inode, self._inodes, self._head_cache
+        base = base_of(inodes.mark(parent, segment.start))
+        valid_s = max(0.0, segment.sure_until - time.monotonic())
+        assumed = heads.assumed(parent)
+        # Entries up to this Last-Modified need no look at their inodes.
+        plain_until = assumed.links if heads.asks_less else -math.inf
         for name in islice(segment.ordered, segment.after(handle.position), None):
-            encoded = name.encode()
+            entry, encoded = segment.entries[name], name.encode()
             offset = base | code_of(encoded)
-            has_room = entries.add(name, encoded, offset)
+            inode, is_bare = None, True
+            if not buffer.takes_names or (buffer.is_plus and not inodes.is_full):
+                inode, is_bare = inodes.resolve(parent, name, entry), False
+                if buffer.is_plus and (entry is None or entry.mtime_ns > plain_until):
+                    is_bare = heads.needs_head_of(inode, assumed)
+                if not inode.is_current:  # the inode was a link shown as a file
+                    inode = inodes.resolve(parent, name, entry)
+                    is_bare = heads.needs_head_of(inode, assumed)
+            # The size of a staged file may change at any time, so its attributes are not cached.
+            if inode is None or (buffer.takes_names and (is_bare or inode.staged is not None)):
+                has_room = self._add_name(parent, name, entry, assumed, offset, buffer)
+            else:
+                has_room = not is_bare and buffer.add(encoded, inode, offset, valid_s)
+                if has_room:
+                    inodes.count(inode, segment.sure_until)
+            if inode is not None and not inode.nlookup:
+                inodes.drop_unknown(inode)
             if not has_room:
-                return buffer.is_empty if has_room is None else False
+                # A HEAD has to come first, or there is no room.
+                return is_bare and not buffer.takes_names and buffer.is_empty
             handle.offset, handle.position = offset, name + "/"
             handle.recent[offset] = name
         if segment.stop is None:
@@ -218,6 +239,29 @@ class DirectoryStreams:
             return False
         handle.position = max(handle.position, segment.stop)
         return True
+
+    def _add_name(
+        self,
+        parent: Inode,
+        name: str,
+        entry: Entry,
+        assumed: Assumed,
+        offset: int,
+        buffer: DirectoryBuffer,
+    ) -> bool:
+        inode = parent.child(name)
+        if inode is None:
+            ino = self._inodes.numbers.of(parent, name, is_directory=entry is None)
+        else:
+            ino = inode.ino
+        kind = NameKind.OBJECT
+        if entry is None:
+            kind = NameKind.DIRECTORY
+        elif entry.size > LONGEST_TARGET or (
+            entry.mtime_ns <= assumed.links if inode is None else inode.staged is not None
+        ):
+            kind = NameKind.FILE
+        return buffer.add_name(name.encode(), ino, offset, kind)
 
     def close(self, fh: int) -> None:
         handle = self._handles.close_directory(fh)

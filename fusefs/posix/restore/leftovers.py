@@ -22,7 +22,9 @@ from typing import Any
 
 from fusefs.linux import files
 from fusefs.posix.directory.segment import ABSENT
-from fusefs.posix.metadata import attribute_log
+from fusefs.posix.journal.line_log import LineLog
+from fusefs.posix.metadata import deferred_attributes
+from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.nodes.names import split_key
@@ -80,17 +82,15 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
     """Take over the attributes left by an earlier process; False if some are outside the prefix."""
-    records = attribute_log.load(directory)
-    ours = [record for record in records if record.info.key.startswith(writer.inodes.prefix)]
-    writer.deferred.adopt(
-        [(record, object_metadata.read(record.metadata, _default())) for record in ours],
-        is_on_record=is_on_record,
-    )
-    if len(ours) == len(records):
+    changes = deferred_attributes.load(directory, _default())
+    ours = [change for change in changes if change.key.startswith(writer.inodes.prefix)]
+    writer.deferred.adopt(ours, is_on_record=is_on_record)
+    if len(ours) == len(changes):
         return True
     if ours and not is_on_record:
-        others = [record for record in records if record not in ours]
-        attribute_log.AttributeLog(directory).write_anew(one.line() for one in others)
+        others = [change for change in changes if change not in ours]
+        log = LineLog(directory / deferred_attributes.NAME)
+        log.write_anew(change.line() for change in others)
     return False
 
 
@@ -114,7 +114,7 @@ def _adopt_aborts(writer: Writer, directory: Path, *, is_on_record: bool) -> boo
 
 
 _LOGS = {
-    attribute_log.NAME: _adopt_attributes,
+    deferred_attributes.NAME: _adopt_attributes,
     aborts.NAME: _adopt_aborts,
     removals.NAME: _adopt_removals,
 }
@@ -265,8 +265,7 @@ def _adopt_attributes_of(
     info = ObjectInfo(key, size, record["etag"], mtime_ns)
     try:
         if _younger(writer, key) is None:
-            recorded = attribute_log.RecordedAttributes(info, meta.as_metadata())
-            writer.deferred.adopt([(recorded, meta)], is_on_record=False)
+            writer.deferred.adopt([DeferredChange(info, meta)], is_on_record=False)
         if is_kept:
             write(str(path), json.dumps(record | {"attributes": None}).encode())
     except OSError as error:

@@ -22,9 +22,8 @@ from contextlib import suppress
 import trio
 
 from fusefs.posix.directory.segment import ABSENT
-from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
@@ -62,7 +61,7 @@ MAPPED_S = 2.0
 UNDO_S = 2.0
 
 
-class Flusher:
+class Flusher(MountPart):
     """The flushes of one mount's staged files. Belongs to the event loop."""
 
     def __init__(
@@ -74,14 +73,9 @@ class Flusher:
         sharing: Sharing,
         prefix_lock: PrefixLock,
     ) -> None:
-        self._notifier = state.notifier
-        self._mark_stale = state.mark_stale
-        self._directories = state.directories
-        self._cache = state.cache
+        super().__init__(state)
         self._staging = writing.staging
         self._nursery = writing.nursery
-        self._inodes = state.inodes
-        self._handles = state.handles
         self._rules = writing.rules
         self._sharing = sharing
         self.prefix_lock = prefix_lock
@@ -92,7 +86,7 @@ class Flusher:
         self.exclusive = ExclusiveCreates(writing.nursery, self.uploads.reserve)
         self.deferred = DeferredAttributes(
             writing.nursery,
-            AttributeLog(writing.staging.directory),
+            writing.staging.directory,
             state.store,
             self.uploads.own,
             self._attributes_landed,
@@ -331,7 +325,7 @@ class Flusher:
 
     def _attributes_lost(self, info: ObjectInfo) -> None:
         if (inode := self._node_of(info)) is not None:
-            self._mark_stale(inode)
+            self._state.mark_stale(inode)
 
     def _node_of(self, info: ObjectInfo) -> Inode | None:
         """The current node of this version; None if the kernel does not know it."""

@@ -11,7 +11,7 @@ deletes in a directory, it refuses that of the first file, and the program's cal
 An object is deleted only if it has the recorded ETag. A HEAD comes before each retry, and
 before removals that an earlier process has left: an object that another client has put
 there meanwhile stays. Changes of such a key wait until the object is deleted
-(namespace/after_removals.py); listings do not show it (`Directories.pending_changes`).
+(`StoreAfterRemovals`); listings do not show it (`Directories.pending_changes`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -31,7 +33,17 @@ from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import is_at_or_below, split_key
 from fusefs.posix.tasks import judged
 from fusefs.store.contract import Store
-from fusefs.store.errors import NotFoundError, UnsupportedError
+from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError
+from fusefs.store.interface import (
+    PLAIN,
+    DeleteFailure,
+    ListPage,
+    ObjectInfo,
+    ObjectVersion,
+    UploadState,
+    Write,
+)
+from fusefs.store.s3.multipart import Upload
 from fusefs.telemetry.stalls import Work, waiting_for
 
 logger = logging.getLogger("fusefs.removals")
@@ -341,6 +353,77 @@ class Removals:
 
     def close(self) -> None:
         self._log.close(remove=not self._by_key)
+
+
+class StoreAfterRemovals:
+    """A `Store` whose changes of a key wait for its removal, and whose listings hide the object.
+
+    Else a late removal could delete a newer object. A request that waits for a removal fails
+    with the removal's error. Belongs to the event loop.
+    """
+
+    def __init__(self, store: Store, removals: Removals) -> None:
+        self._store = store
+        self._removals = removals
+        self.tokens = store.tokens
+        self.unanswered = store.unanswered
+        # Requests about versions and multipart uploads need not wait for removals.
+        self.download = store.download
+        self.complete = store.complete
+        self.abort_upload = store.abort_upload
+        self.list_uploads = store.list_uploads
+        self.hurry = store.hurry
+        self.counters = store.counters
+
+    async def list_page(self, prefix: str, **options: Any) -> ListPage:
+        """As `Store.list_page`; a page before the last may have fewer keys, or none."""
+        leaving = self._removals.keys(prefix)
+        page = await self._store.list_page(prefix, **options)
+        leaving |= self._removals.keys(prefix)
+        if not leaving:
+            return page
+        return replace(page, objects=[info for info in page.objects if info.key not in leaving])
+
+    async def head(self, key: str) -> ObjectInfo:
+        await self._removals.flush_at(key)
+        return await self._store.head(key)
+
+    async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
+        await self._removals.flush_at(key)
+        return await self._store.put_file(key, fd, size, write)
+
+    async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
+        """Call `Store.begin_upload` once the removals of `key` are finished."""
+        await self._removals.flush_at(key)
+        return await self._store.begin_upload(key, write)
+
+    async def resume_upload(self, state: UploadState) -> Upload:
+        await self._removals.flush_at(state.key)
+        return await self._store.resume_upload(state)
+
+    async def copy(
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
+    ) -> ObjectInfo:
+        await self._removals.flush_at(key)
+        return await self._store.copy(source, key, write)
+
+    async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
+        await self._removals.flush_at(key)
+        await self._store.delete(key, etag, adopts=adopts)
+
+    async def delete_many(
+        self, keys: Iterable[str], etags: Mapping[str, str] | None = None
+    ) -> list[DeleteFailure]:
+        wanted = list(keys)
+        failures: list[DeleteFailure] = []
+        for key in [key for key in wanted if key in self._removals]:
+            try:
+                await self._removals.flush_at(key)
+            except (StoreError, OSError) as error:
+                failures.append(DeleteFailure(key, error))
+        failed = {failure.key for failure in failures}
+        remaining = [key for key in wanted if key not in failed]
+        return failures + await self._store.delete_many(remaining, etags)
 
 
 def load(directory: Path) -> list[tuple[str, str, int]]:

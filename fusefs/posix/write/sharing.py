@@ -21,17 +21,15 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import is_unused
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.inode import Inode, StagedFile
 
 
-class Sharing:
+class Sharing(MountPart):
     """The cache files that writers share with readers. Belongs to the event loop."""
 
     def __init__(self, state: MountState) -> None:
-        self._cache = state.cache
-        self._backing = state.backing
-        self._handles = state.handles
+        super().__init__(state)
 
     async def begin(self, file: CacheFile) -> bool:
         """Prepare to take a file out of the cache; False if it has other users, or wrong bytes."""

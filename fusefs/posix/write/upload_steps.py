@@ -37,9 +37,9 @@ from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.tasks import for_each
 from fusefs.posix.types import find
-from fusefs.posix.write.aborts import MAY_PASS, PendingAborts, want_of
+from fusefs.posix.write.aborts import MAY_PASS, want_of
+from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import SparseEditor
-from fusefs.posix.write.staging import Staging
 from fusefs.store.contract import Store
 from fusefs.store.errors import (
     ConflictError,
@@ -73,20 +73,12 @@ MOST_APART = 100
 class UploadSteps:
     """The requests that send one mount's files. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        store: Store,
-        staging: Staging,
-        editor: SparseEditor,
-        aborts: PendingAborts,
-        *,
-        fails_on_conflict: bool,
-    ) -> None:
+    def __init__(self, store: Store, writing: Writing, editor: SparseEditor) -> None:
         self._store = store
-        self._staging = staging
+        self._staging = writing.staging
         self._editor = editor
-        self._aborts = aborts
-        self._fails_on_conflict = fails_on_conflict
+        self.aborts = writing.aborts
+        self._fails_on_conflict = writing.rules.fails_on_conflict
         self._has_conditions = True
         self._disk = trio.CapacityLimiter(4)
         self.own = OwnObjects(store)
@@ -256,7 +248,7 @@ class UploadSteps:
     async def _resumed(self, staged: StagedFile, size: int) -> Upload | None:
         """Return the file's multipart upload to be continued; None if there is none."""
         if staged.begun_ns is not None:
-            await self._aborts.try_abort_lost(staged.key, staged.begun_ns)
+            await self.aborts.try_abort_lost(staged.key, staged.begun_ns)
             staged.begun_ns = None
         state = staged.upload_state
         if staged.upload is None and state is not None:
@@ -279,7 +271,7 @@ class UploadSteps:
         except StoreError as error:
             why = want_of("s3:ListMultipartUploadParts", error)
             logger.warning("%s: sent anew%s: %s", state.key, why, error)
-            await self._aborts.abort(state.key, state, None)
+            await self.aborts.abort(state.key, state, None)
             return None
         await upload.verify(fd, size)
         return upload
@@ -289,7 +281,7 @@ class UploadSteps:
         upload = staged.upload.state if staged.upload is not None else staged.upload_state
         if upload is None and staged.begun_ns is None:
             return
-        await self._aborts.abort(staged.key, upload, staged.begun_ns)
+        await self.aborts.abort(staged.key, upload, staged.begun_ns)
         staged.upload = staged.upload_state = staged.begun_ns = None
         self._staging.record(staged)
 

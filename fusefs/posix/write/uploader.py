@@ -95,7 +95,7 @@ class StreamingUpload:
     is_last: bool = False
 
 
-class Uploader:
+class Uploader(UploadSteps):
     """The uploads of one mount. Belongs to the event loop.
 
     `landed` is called with an uploaded file and its new object; `kept_apart` with a file, its
@@ -115,15 +115,8 @@ class Uploader:
         kept_apart: Callable[[StagedFile, ObjectInfo, ObjectInfo | None], None],
         set_aside: Callable[[StagedFile, ObjectInfo | None], None],
     ) -> None:
-        self._store = store
-        staging, fails = writing.staging, writing.rules.fails_on_conflict
-        self._nursery = nursery = writing.nursery
-        self.aborts = writing.aborts
-        self._steps = UploadSteps(store, staging, editor, self.aborts, fails_on_conflict=fails)
-        self.own = self._steps.own
-        self.put_new = self._steps.put_new
-        self._staging = staging
-        self._editor = editor
+        super().__init__(store, writing, editor)
+        self._nursery = writing.nursery
         self._prefix_lock = prefix_lock
         self._landed = landed
         self._kept_apart = kept_apart
@@ -134,7 +127,7 @@ class Uploader:
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
         # The closes of files that are safe on the local disk, and uploaded later.
-        self.closes = RecentCloses(nursery)
+        self.closes = RecentCloses(writing.nursery)
 
     # Starting and waiting
 
@@ -203,7 +196,7 @@ class Uploader:
             key = staged.key
             yield
             if staged.key != key or staged.is_unlinked:
-                await self._steps.abandon(staged)
+                await self.abandon(staged)
 
     async def give_up(self, staged: StagedFile) -> bool:
         """Set a file's changes aside, so that the bucket's object shows; False if it is open."""
@@ -216,7 +209,7 @@ class Uploader:
 
     async def _leave_to_bucket(self, staged: StagedFile) -> None:
         """Set a file's changes aside (its lock is held): its name shows the bucket's object."""
-        await self._steps.abandon(staged)
+        await self.abandon(staged)
         theirs = await find(self._store, staged.key)
         staged.is_meta_dirty = False
         self._set_aside(staged, theirs)
@@ -306,14 +299,14 @@ class Uploader:
                     await self._send(staged, attempt)
                     return
                 except UnsupportedError:
-                    if is_last or not self._steps.lacks_conditions(staged):
+                    if is_last or not self.lacks_conditions(staged):
                         raise
                 except (ConflictError, StaleVersionError) as error:
                     is_described = not staged.is_content_dirty
-                    if is_last or not (is_described or self._steps.is_careful(staged)):
+                    if is_last or not (is_described or self.is_careful(staged)):
                         raise
                     theirs = await find(self._store, staged.key)
-                    if not await self._steps.can_go_on(staged, theirs):
+                    if not await self.can_go_on(staged, theirs):
                         await self._yield_to(staged, theirs, error)
                         return
                 finally:
@@ -331,7 +324,7 @@ class Uploader:
         if staged.is_content_dirty:
             await staged_sums.check(staged)
         described, stamp = staged.meta_changes, staged.stamp()
-        info = await self._steps.send(staged, attempt.commit)
+        info = await self.send(staged, attempt.commit)
         base = staged.base
         if base is not None and base.file.is_complete:
             # If the old version was whole in the cache, the new one is made whole, too. Bytes that
@@ -352,9 +345,9 @@ class Uploader:
 
         Raises EEXIST for a file that was to be new, else ESTALE; returns if the object is ours.
         """
-        await self._steps.abandon(staged)
+        await self.abandon(staged)
         described = staged.meta_changes
-        if theirs is not None and await self._steps.is_content_of(theirs, staged):
+        if theirs is not None and await self.is_content_of(theirs, staged):
             # Uploaded by an earlier process that died before it could record this.
             self.note_uploaded(staged, theirs, described)
             self._unanswered.confirm(theirs.key, theirs)
@@ -365,7 +358,7 @@ class Uploader:
             self._set_aside(staged, theirs)
             raise OSError(errno.ESTALE, "replaced: its attributes are given up") from error
         is_exclusive = staged.exclusive is not None
-        info = await self._steps.store_beside(staged)
+        info = await self.store_beside(staged)
         self.note_uploaded(staged, info, described)
         self._kept_apart(staged, info, theirs)
         if is_exclusive:
@@ -456,7 +449,7 @@ class Uploader:
                 if upload is None:
                     # The content's modification time is known only at the end.
                     metadata = replace(staged.described(), mtime_ns=None).as_metadata()
-                    upload = await self._steps.begin(staged, metadata)
+                    upload = await self.begin(staged, metadata)
                 while not ahead.is_last and (parts := _full_parts(staged, upload)):
                     await upload.send(staged.fd, parts, staged.written_to)
                     # Not every store's ListParts tells enough to recognise the parts later.

@@ -24,7 +24,7 @@ from fusefs.cache.cached_file import CacheFile
 from fusefs.linux.descriptors import check_unreserved
 from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
-from fusefs.posix.mount_state import MountState
+from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase, page_edges
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -52,16 +52,13 @@ UNOPENED_S = 10.0
 ZEROS = 1 << 20
 
 
-class Writer:
+class Writer(MountPart):
     """The files of one mount that are written. Belongs to the event loop."""
 
     def __init__(
         self, state: MountState, writing: Writing, removals: Removals, prefix_lock: PrefixLock
     ) -> None:
-        self._state = state
-        self._store = state.store
-        self._cache = state.cache
-        self._handles = state.handles
+        super().__init__(state)
         self._rules = writing.rules
         self.inodes = state.inodes
         self.directories = state.directories
@@ -77,7 +74,6 @@ class Writer:
         self._nursery = writing.nursery
         self._make_room = writing.make_room
         self._disk_latency = state.downloader.disk_latency
-        self._downloader = state.downloader
         self._disk = trio.CapacityLimiter(16)
         # By node id: a lock that is held while the node's content is being staged.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.posix.metadata.attribute_log import AttributeLog
+from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import NewAttributes
@@ -443,7 +443,7 @@ async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
                 assert inode.info is not None
                 old = process.operations.head_cache.meta(inode)
                 process.writer.deferred.put(inode.info, old.changed(mtime_ns=TIME_NS))
-                monkeypatch.setattr(AttributeLog, "append", is_full)
+                monkeypatch.setattr(LineLog, "append", is_full)
 
         mount.store.before = fill_and_change_again
         await process.writer.deferred.flush("file")
@@ -462,7 +462,7 @@ async def test_what_a_full_disk_does_not_take_with_a_rename_is_sent_at_once(
                 assert inode.info is not None
                 old = process.operations.head_cache.meta(inode)
                 process.writer.deferred.put(inode.info, old.changed(uid=5))
-                monkeypatch.setattr(AttributeLog, "append", is_full)
+                monkeypatch.setattr(LineLog, "append", is_full)
 
         mount.store.before = fill_and_change_again
         await process.rename("file", "new")
@@ -478,7 +478,7 @@ async def test_a_full_disk_ends_no_take_over(
 ) -> None:
     async with mount.serving() as process:
         await describe(process, "file")
-    monkeypatch.setattr(AttributeLog, "append", is_full)
+    monkeypatch.setattr(LineLog, "append", is_full)
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
@@ -491,7 +491,7 @@ async def test_a_mount_that_meets_a_full_disk_leaves_them_to_the_next(
     async with mount.serving() as process:
         await describe(process, "file")
     with monkeypatch.context() as patch:
-        patch.setattr(AttributeLog, "append", is_full)
+        patch.setattr(LineLog, "append", is_full)
         async with next_mount(mount):
             pass
     assert mount.store.count("COPY") == 0
@@ -516,7 +516,7 @@ async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(mount: Mor
     check(mount, "b/file")
 
 
-def is_full(_log: AttributeLog, _line: bytes) -> None:
+def is_full(_log: LineLog, _line: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -22,7 +22,7 @@ from fusefs.posix.directory.head_policy import (
 )
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import Segment
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
@@ -157,7 +157,7 @@ class Walk:
 
 @asynccontextmanager
 async def walking(store: MemoryStore, *, is_read_only: bool = False) -> AsyncIterator[Walk]:
-    policy, inodes = HeadPolicy(is_read_only=is_read_only), InodeTable("", NoJournal())
+    policy, inodes = HeadPolicy(is_read_only=is_read_only), InodeTable("", Journal(None))
     async with trio.open_nursery() as nursery:
         directories = Directories(store, inodes, PathRules(math.inf), nursery, policy)
         owner = Ownership(1, 2, 0o644, 0o755)

@@ -12,7 +12,7 @@ import trio.testing
 
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.patterns import PathRules
@@ -205,7 +205,7 @@ async def test_listings_are_dropped_when_there_is_no_memory_for_them() -> None:
         settings = S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True)
         async with open_store(settings) as store, trio.open_nursery() as nursery:
             directories = Directories(
-                store, InodeTable("", NoJournal()), PathRules(60.0), nursery, most_entries=200
+                store, InodeTable("", Journal(None)), PathRules(60.0), nursery, most_entries=200
             )
             for number in range(20):
                 await directories.lookup(directories.get(f"{number:02}/"), "1")

@@ -15,9 +15,8 @@ import trio.testing
 
 from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata import deferred_attributes
-from fusefs.posix.metadata.attribute_log import AttributeLog
 from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes, OwnObjects
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.namespace.mutations import Mutations
@@ -77,7 +76,7 @@ async def test_a_directory_keeps_what_was_set_in_its_marker(mount: MortalMount) 
 async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
     store = MemoryStore()
     store.put("data/set/", mode=str(stat.S_IFDIR | 0o711), mtime="7")
-    inodes = InodeTable("data/set/", NoJournal())
+    inodes = InodeTable("data/set/", Journal(None))
     async with trio.open_nursery() as nursery:
         directories = Directories(store, inodes, PathRules(60.0), nursery)
         head_cache = HeadCache(store, directories, inodes, Ownership(1, 2, 0o644, 0o755), nursery)
@@ -340,7 +339,7 @@ async def changed(bucket: Bucket, directory: Path, count: int) -> AsyncIterator[
     async with trio.open_nursery() as nursery:
         made = DeferredAttributes(
             nursery,
-            AttributeLog(directory),
+            directory,
             bucket,
             OwnObjects(bucket),
             landed,

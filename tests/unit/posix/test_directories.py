@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fusefs.posix.directory import walk
 from fusefs.posix.directory.listings import MAX_ENTRIES, Directories, _size_of
 from fusefs.posix.directory.segment import ABSENT, Entry
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.names import is_expressible, position
 from fusefs.settings.patterns import PathRules
@@ -33,7 +33,7 @@ async def listings(
     bucket: Bucket, ttl_s: float = math.inf, *, top: str = "", most_entries: int = MAX_ENTRIES
 ) -> AsyncIterator[Directories]:
     async with trio.open_nursery() as nursery:
-        inodes, ttl = InodeTable(top, NoJournal()), PathRules(ttl_s)
+        inodes, ttl = InodeTable(top, Journal(None)), PathRules(ttl_s)
         yield Directories(bucket, inodes, ttl, nursery, most_entries=most_entries)
         nursery.cancel_scope.cancel()
 

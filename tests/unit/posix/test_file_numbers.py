@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.posix.journal.journal import Journal, NoJournal
-from fusefs.posix.journal.records import replay
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.records import LEAST_HASH, replay
 from fusefs.posix.nodes import file_numbers, object_metadata
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Form, Meta
@@ -35,13 +35,13 @@ def remove(table: InodeTable, name: str) -> None:
 
 
 def test_a_mount_of_a_prefix_has_the_numbers_of_a_mount_of_the_bucket() -> None:
-    whole, part = InodeTable("", NoJournal()), InodeTable("a/b/", NoJournal())
+    whole, part = InodeTable("", Journal(None)), InodeTable("a/b/", Journal(None))
     directory = whole.resolve(whole.resolve(whole.root, "a", None), "b", None)
     assert look_up(whole, "file", directory).ino == look_up(part, "file").ino
 
 
 def test_a_file_and_a_directory_of_one_name_have_different_numbers() -> None:
-    table = InodeTable("", NoJournal())
+    table = InodeTable("", Journal(None))
     file = look_up(table, "a")
     assert table.resolve(table.root, "a", None).ino != file.ino
 
@@ -54,7 +54,7 @@ def test_a_file_and_a_directory_of_one_name_have_different_numbers() -> None:
 def test_of_many_changed_names_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert file_numbers.MOST_RECORDS * 7 // 8 == 57_344
     monkeypatch.setattr(file_numbers, "MOST_RECORDS", 64)
-    table = InodeTable("", NoJournal())
+    table = InodeTable("", Journal(None))
     first = look_up(table, "removed-0").ino
     table.forget(look_up(table, "removed-0").nodeid, 2)
     for number in range(200):
@@ -62,7 +62,7 @@ def test_of_many_changed_names_the_oldest_are_forgotten(monkeypatch: pytest.Monk
         assert len(dict(table.numbers.records())) <= 64
     assert len(dict(table.numbers.records())) >= 56
     assert look_up(table, "removed-0").ino == first
-    assert look_up(table, "removed-144").ino < file_numbers.LEAST_HASH
+    assert look_up(table, "removed-144").ino < LEAST_HASH
 
 
 class Files:
@@ -123,7 +123,7 @@ def test_no_two_files_have_one_number(
         files.step()
         files.check()
         if step % 500 == 0:
-            other = InodeTable("", NoJournal())
+            other = InodeTable("", Journal(None))
             restore_table(other, replay(tmp_path / "journal").state)
             assert list(other.numbers.records()) == list(files.table.numbers.records())
             assert other.next_id >= files.table.next_id

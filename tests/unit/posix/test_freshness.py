@@ -13,7 +13,7 @@ from fusefs.posix.directory import freshness
 from fusefs.posix.directory.freshness import HOT_S, STILL_S, Creations, belief_s
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.settings.patterns import PathRules
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
@@ -88,7 +88,7 @@ class Doubted(InodeTable):
     """Nodes that note which directories are doubted."""
 
     def __init__(self) -> None:
-        super().__init__("", NoJournal())
+        super().__init__("", Journal(None))
         self.doubted: list[str] = []
 
     def doubt(self, prefix: str) -> None:

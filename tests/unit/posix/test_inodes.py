@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.posix.journal.journal import Journal, NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.records import replay
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import ROOT_ID, Inode, InodeTable
@@ -23,7 +23,7 @@ def info(key: str, etag: str = '"1"', size: int = 3, mtime_ns: int = 5) -> Objec
 
 @pytest.fixture
 def table() -> InodeTable:
-    return InodeTable("p/", NoJournal())
+    return InodeTable("p/", Journal(None))
 
 
 def known(table: InodeTable, name: str, etag: str = '"1"') -> Inode:
@@ -42,14 +42,14 @@ def test_a_forget_of_too_many_is_no_error(table: InodeTable) -> None:
 
 
 def test_node_ids_may_be_the_inode_numbers() -> None:
-    table = InodeTable("", NoJournal(), ids_are_inos=True)
+    table = InodeTable("", Journal(None), ids_are_inos=True)
     old, new = known(table, "a"), known(table, "a", '"2"')
     assert old.nodeid == old.ino
     assert new.nodeid != old.nodeid
 
 
 def handles() -> HandleTable:
-    return HandleTable(NoJournal())
+    return HandleTable(Journal(None))
 
 
 def test_closing_twice_is_no_error(table: InodeTable) -> None:
@@ -155,7 +155,7 @@ class Kernel(RuleBasedStateMachine):
 
     @invariant()
     def another_process_knows_the_same(self) -> None:
-        restored = InodeTable("", NoJournal())
+        restored = InodeTable("", Journal(None))
         restore_table(restored, replay(self.path).state)
         for inode in restored.all():
             restored.drop_unknown(inode)
@@ -176,7 +176,7 @@ TestKernel.settings = settings(stateful_step_count=30)
 
 
 def test_an_inode_that_goes_twice_takes_no_other_with_it() -> None:
-    table = InodeTable("p/", NoJournal(), ids_are_inos=True)
+    table = InodeTable("p/", Journal(None), ids_are_inos=True)
     first = table.resolve(table.root, "a", info("p/a"))
     table.drop_unknown(first)
     second = known(table, "a")

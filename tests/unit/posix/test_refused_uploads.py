@@ -121,7 +121,7 @@ async def test_while_credentials_are_refused_nothing_is_begun_anew(
     mount.store = store = RefusingStore(CredentialsError("expired"))
     async with mount.serving() as process:
         _, staged = await with_upload(process, under_way)
-        sender = process.writer.uploads._steps
+        sender = process.writer.uploads
         with pytest.raises(CredentialsError):
             await sender._resumed(staged, len(CONTENT))
         assert {name: getattr(staged, name) for name in under_way} == under_way

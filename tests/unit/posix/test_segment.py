@@ -123,7 +123,7 @@ async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -
 def test_marks_are_on_record_until_their_directory_goes() -> None:
     state = KernelState()
     directory = Inode(20, 20, None, "d", None)
-    state.apply(Kind.NODE, node_payload(directory))
+    state.apply(Kind.NODE, node_payload(directory.logged()))
     for number, position in ((1, "a"), (2, "b/")):
         state.apply(Kind.MARK, MARK.pack(20, number) + position.encode())
     assert state.marks == {20: {"a": 1, "b/": 2}}

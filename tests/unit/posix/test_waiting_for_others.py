@@ -14,7 +14,7 @@ from fusefs.posix.directory import pending_changes
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
 from fusefs.posix.directory.segment import ABSENT
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.types import NewAttributes
@@ -139,7 +139,7 @@ async def test_an_fsync_that_sends_attributes_waits_for_them_once(tmp_path: Path
 async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removals]:
     """Of a program that removes many files of the directory `a/`."""
     async with trio.open_nursery() as nursery:
-        inodes, ttl = InodeTable("", NoJournal()), PathRules(60.0)
+        inodes, ttl = InodeTable("", Journal(None)), PathRules(60.0)
         directories = Directories(store, inodes, ttl, nursery)
         made = Removals(store, directories, directory, nursery)
         for number in range(MANY):

@@ -20,7 +20,6 @@ from fusefs.posix.journal.records import (
     UnusableJournalError,
     replay,
 )
-from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.interface import ObjectInfo
 from tests.support.machine.disks import small_disk
 
@@ -47,22 +46,15 @@ EVENT = st.one_of(
 )
 
 
-def inode(nodeid: int, parent: int, ino: int, name: str, info: ObjectInfo | None, n: int) -> Inode:
-    above = Inode(parent, parent, None, "", None)
-    node = Inode(nodeid, ino, above, name, info)
-    node.nlookup = n
-    return node
-
-
 def tell(log: Journal, model: KernelState, event: tuple) -> None:
     """Write one event, and note what a reader of the log should find."""
     match event:
         case ("node", nodeid, parent, ino, name, info, count):
-            log.node(inode(nodeid, parent, ino, name, info, count))
             model.nodes[nodeid] = LoggedNode(nodeid, parent, ino, name, count, info)
+            log.node(model.nodes[nodeid])
             model.next_id = max(model.next_id, nodeid + 1)
         case ("count", nodeid, count):
-            log.count(inode(nodeid, 1, 1, "", None, count))
+            log.count(nodeid, count)
             if nodeid in model.nodes:
                 model.nodes[nodeid].nlookup = count
         case ("gone", nodeid):
@@ -96,8 +88,7 @@ def retell(log: Journal, model: KernelState) -> Iterator[None]:
     for nodeid in list(model.nodes):
         yield
         if nodeid in model.nodes:
-            node = model.nodes[nodeid]
-            log.node(inode(nodeid, node.parent, node.ino, node.name, node.info, node.nlookup))
+            log.node(model.nodes[nodeid])
     for nodeid in list(model.replaced):
         log.replaced(nodeid)
     for fh in list(model.handles):
@@ -295,9 +286,8 @@ def test_many_nodes_take_little_room(tmp_path: Path) -> None:
     log = Journal(tmp_path / "journal")
     for number in range(1, count + 1):
         key = f"train/n{number % 1000:08}/n{number:08}_10026.JPEG"
-        log.node(
-            inode(number, 1, number, key[-20:], ObjectInfo(key, 9, '"' + "e" * 32 + '"', 9), 1)
-        )
+        info = ObjectInfo(key, 9, '"' + "e" * 32 + '"', 9)
+        log.node(LoggedNode(number, 1, number, key[-20:], 1, info))
     log.close(remove=False)
     assert written_size(tmp_path / "journal") < 200 * (1 << 20) * count // 1_000_000
     assert len(replay(tmp_path / "journal").state.nodes) == count
@@ -315,7 +305,7 @@ def test_a_full_disk_turns_the_journal_off_with_one_warning(
     log = Journal(disk / "journal")
     with caplog.at_level(logging.WARNING, logger="fusefs.journal"):
         for number in range(200_000):
-            log.count(inode(number, 1, 1, "", None, 1))
+            log.count(number, 1)
             log.opened(number, number, number, 0, 0, 0)
     assert len(caplog.records) == 1
     assert "take this mount over" in caplog.text

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fusefs.posix.journal.journal import NoJournal
-from fusefs.posix.metadata import attribute_log
-from fusefs.posix.metadata.attribute_log import AttributeLog, RecordedAttributes
+from fusefs.posix.journal.journal import Journal
+from fusefs.posix.journal.line_log import LineLog, line, load_lines
+from fusefs.posix.metadata.deferred_attributes import DeferredChange, load
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.posix.nodes.object_metadata import Meta
@@ -22,7 +22,7 @@ META = Meta(stat.S_IFREG | 0o640, 1000, 1001)
 
 
 def staged_in(directory: Path, meta: Meta = META) -> tuple[Inode, StagedFile]:
-    inodes = InodeTable("", NoJournal())
+    inodes = InodeTable("", Journal(None))
     inode = inodes.create(inodes.root, "file", ObjectInfo("file", 0, "", 0))
     staging = Staging(directory, "bucket")
     return inode, staging.begin(inode, staging.prepare(inode), meta, None)
@@ -127,58 +127,56 @@ async def test_the_content_of_a_damaged_record_is_kept(
     assert set(os.listdir(tmp_path)) == {"source", kept.name}
 
 
-def test_a_record_keeps_the_tokens_of_its_requests(tmp_path: Path) -> None:
-    record = RecordedAttributes(ObjectInfo("a", 3, '"etag"', 5), {"uid": "3"}, ("t-1", "t-2"))
-    AttributeLog(tmp_path).append(record.line())
-    assert attribute_log.load(tmp_path) == [record]
-
-
-def recorded(key: str, uid: int) -> RecordedAttributes:
-    return RecordedAttributes(ObjectInfo(key, 3, '"etag"', 5), {"uid": str(uid)})
+async def test_a_record_keeps_the_tokens_of_its_requests(tmp_path: Path) -> None:
+    change = DeferredChange(ObjectInfo("a", 3, '"etag"', 5), META, ("t-1", "t-2"))
+    (tmp_path / "attributes").write_bytes(change.line())
+    (found,) = load(tmp_path, META)
+    assert (found.info, found.meta, found.tokens) == (change.info, META, change.tokens)
 
 
 def test_the_last_line_of_a_key_holds(tmp_path: Path) -> None:
-    log = AttributeLog(tmp_path)
-    for uid in range(3):
-        log.append(recorded("a", uid).line())
-        log.append(recorded("b", uid).line())
+    log = LineLog(tmp_path / "log")
+    for number in range(3):
+        log.append(line(["a", number]))
+        log.append(line(["b", number]))
     log.done(["b"])
-    assert attribute_log.load(tmp_path) == [recorded("a", 2)]
-    log.write_anew([recorded("c", 1).line()])
-    log.append(recorded("d", 1).line())
-    assert attribute_log.load(tmp_path) == [recorded("c", 1), recorded("d", 1)]
+    assert load_lines(tmp_path / "log") == {"a": [2]}
+    log.write_anew([line(["c", 1])])
+    log.append(line(["d", 1]))
+    assert load_lines(tmp_path / "log") == {"c": [1], "d": [1]}
     log.write_anew([])
-    assert (tmp_path / attribute_log.NAME).read_bytes() == b""
-    log.append(recorded("e", 1).line())
-    assert attribute_log.load(tmp_path) == [recorded("e", 1)]
+    assert (tmp_path / "log").read_bytes() == b""
+    log.append(line(["e", 1]))
+    assert load_lines(tmp_path / "log") == {"e": [1]}
 
 
 @pytest.mark.parametrize("torn", [b'["a", "e", 1', b"\0\0\0", b"7", b'["b", 1]', b"\xff"])
-def test_a_line_that_was_torn_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    log = AttributeLog(tmp_path)
-    log.append(recorded("a", 1).line())
-    with (tmp_path / attribute_log.NAME).open("ab") as file:
+async def test_a_line_that_was_torn_is_passed_over(tmp_path: Path, torn: bytes) -> None:
+    whole = [DeferredChange(ObjectInfo(key, 3, '"etag"', 5), META) for key in "ac"]
+    log = LineLog(tmp_path / "attributes")
+    log.append(whole[0].line())
+    with (tmp_path / "attributes").open("ab") as file:
         file.write(torn + b"\n")
-    log.append(recorded("c", 2).line())
-    assert attribute_log.load(tmp_path) == [recorded("a", 1), recorded("c", 2)]
+    log.append(whole[1].line())
+    assert [found.line() for found in load(tmp_path, META)] == [one.line() for one in whole]
 
 
 def test_a_line_that_a_full_disk_cuts_off_is_refused_and_spoils_no_other(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1) as disk:
-        log = AttributeLog(disk)
-        log.append(recorded("a", 1).line())
+        log = LineLog(disk / "log")
+        log.append(line(["a", 1]))
         fill(disk)
 
         def put_many() -> None:
-            for number in range(10_000):
-                log.append(recorded(f"b{number:06}", number).line())
+            for number in range(20_000):
+                log.append(line([f"b{number:06}", '"etag"', 3, 5, {"uid": str(number)}]))
 
         with pytest.raises(OSError, match="No space") as refused:
             put_many()
         assert refused.value.errno == errno.ENOSPC
-        whole = attribute_log.load(disk)
-        assert (disk / attribute_log.NAME).read_bytes().endswith(b"\n")
+        whole = load_lines(disk / "log")
+        assert (disk / "log").read_bytes().endswith(b"\n")
         (disk / "filler").unlink()
-        log.append(recorded("c", 2).line())
-        assert attribute_log.load(disk) == [*whole, recorded("c", 2)]
+        log.append(line(["c", 2]))
+        assert load_lines(disk / "log") == {**whole, "c": [2]}
         log.close(remove=True)

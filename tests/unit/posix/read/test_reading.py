@@ -16,9 +16,8 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.siblings import FOLDER_AFTER, UNREAD_EACH
 from fusefs.posix.directory.listings import Directories
-from fusefs.posix.journal.journal import NoJournal
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import InodeTable
-from fusefs.posix.read.known_files import KnownFiles
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import ArchivedError
 from fusefs.store.interface import ObjectVersion
@@ -32,16 +31,16 @@ KEYS = [*FILES, "d/sub/x", "e/1", "g", "h/1"]
 
 
 @asynccontextmanager
-async def known(page_size: int = 1000) -> AsyncIterator[tuple[KnownFiles, Directories]]:
+async def known(page_size: int = 1000) -> AsyncIterator[Directories]:
     store = Bucket(KEYS, page_size)
     async with trio.open_nursery() as nursery:
         directories = Directories(
             store,  # type: ignore[arg-type]
-            InodeTable("", NoJournal()),
+            InodeTable("", Journal(None)),
             PathRules(math.inf),
             nursery,
         )
-        yield KnownFiles(directories), directories
+        yield directories
         nursery.cancel_scope.cancel()
 
 
@@ -56,25 +55,25 @@ async def list_all(directories: Directories, prefix: str) -> None:
 
 async def test_files_come_from_the_reader_on_and_then_from_the_start() -> None:
     for page_size in (7, 1000):
-        async with known(page_size) as (files, directories):
+        async with known(page_size) as directories:
             await list_all(directories, "d/")
-            keys = [info.key for info in files.files("d/", "d/12")]
+            keys = [info.key for info in directories.files("d/", "d/12")]
             assert keys == FILES[13:] + FILES[:13]
-            assert [info.key for info in files.files("d/", "")] == FILES
+            assert [info.key for info in directories.files("d/", "")] == FILES
 
 
 async def test_what_is_not_listed_is_not_known() -> None:
-    async with known() as (files, _):
-        assert list(files.files("d/", "d/12")) == []
-        assert files.next_folder("d/") is None
+    async with known() as directories:
+        assert list(directories.files("d/", "d/12")) == []
+        assert directories.next_folder("d/") is None
 
 
 async def test_the_next_folder_is_the_one_that_follows_in_the_parent() -> None:
-    async with known() as (files, directories):
+    async with known() as directories:
         await list_all(directories, "")
-        assert files.next_folder("d/") == "e/"
-        assert files.next_folder("e/") == "h/"
-        assert files.next_folder("h/") is None
+        assert directories.next_folder("d/") == "e/"
+        assert directories.next_folder("e/") == "h/"
+        assert directories.next_folder("h/") is None
 
 
 async def test_without_passthrough_opens_of_what_was_fetched_ahead_count(tmp_path: Path) -> None:

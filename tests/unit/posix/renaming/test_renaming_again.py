@@ -292,7 +292,7 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
                 log.begin_compaction()
                 process.changes.write_all(log)
                 for inode in process.operations.inodes.all():
-                    log.node(inode)
+                    log.node(inode.logged())
                 log.finish_compaction()
 
         mount.store.after = compact
