@@ -453,10 +453,6 @@ def _refuse_contradictions(settings: MountSettings, layer: Layer) -> None:
         name = "encryption" if settings.encryption else "kms_key"
         raise SettingsError(f"{layer[name].origin}: S3 encrypts with the customer key already")
     _refuse_cluster_cache(settings, layer)
-    if settings.endpoint_url and settings.source.is_access_point:
-        raise SettingsError(
-            f"{layer['endpoint_url'].origin}: an access point's ARN is for AWS's own endpoints"
-        )
     if settings.anonymous and settings.profile:
         raise SettingsError(
             f"{layer['profile'].origin}: an anonymous mount uses no profile; drop one of the two"
@@ -471,8 +467,6 @@ def _refuse_cluster_cache(settings: MountSettings, layer: Layer) -> None:
     if settings.cluster_cache is None:
         return
     origin = layer["cluster_cache"].origin
-    if settings.cluster_cache.is_access_point:
-        raise SettingsError(f"{origin}: name a bucket, not an access point")
     if _is_same_place(settings.cluster_cache, settings):
         raise SettingsError(f"{origin}: is part of what is mounted; name another prefix or bucket")
     if settings.customer_key:

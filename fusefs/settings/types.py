@@ -117,11 +117,6 @@ class MountSource:
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
 
-    @property
-    def is_access_point(self) -> bool:
-        """True if `bucket` is the ARN of an access point."""
-        return self.bucket.startswith("arn:")
-
 
 @dataclass(frozen=True, slots=True)
 class MinFree:
@@ -267,32 +262,18 @@ def _parse_durability(text: str) -> PathRules[Durability]:
     return parse_rules(text, read, Durability.AUTO)
 
 
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
-_ACCESS_POINT = re.compile(
-    r"arn:aws(-[a-z-]+)?:s3:[a-z0-9-]+:[0-9]{12}:accesspoint/[a-z0-9][a-z0-9-]{1,48}[a-z0-9](?=/|$)"
-)
-
-
 def parse_source(text: str) -> MountSource:
-    """Read `s3://BUCKET[/PREFIX]`; an access point's ARN may stand for the bucket."""
+    """Read `s3://BUCKET[/PREFIX]`; an access point's alias may stand for the bucket."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "s3":
         raise ValueError(
             f"{text!r} is not an S3 URL; write it like s3://bucket or s3://bucket/path"
         )
-    access_point = _ACCESS_POINT.match(rest)
-    if access_point is not None:
-        bucket, prefix = access_point[0], rest[access_point.end() + 1 :]
-    elif rest.startswith("arn:"):
-        raise ValueError(
-            f"{text!r}: of ARNs, only those of access points of one region can be mounted, like"
-            " arn:aws:s3:us-west-2:123456789012:accesspoint/name"
-        )
-    else:
-        bucket, _, prefix = rest.partition("/")
-    if access_point is None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
+    bucket, _, prefix = rest.partition("/")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", bucket):
         raise ValueError(
             f"{text!r} does not name a bucket; write it like s3://bucket or s3://bucket/path"
+            " (an access point has its alias, not its ARN)"
         )
     if prefix and not prefix.endswith("/"):
         prefix += "/"

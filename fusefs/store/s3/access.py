@@ -37,7 +37,6 @@ from fusefs.store.http.sigv4 import Signer
 from fusefs.store.s3.address import Address
 from fusefs.store.s3.settings import (
     S3Settings,
-    access_point_region,
     customer_key_obstacle,
     obstacle,
 )
@@ -184,7 +183,7 @@ class Access:
         variables = (os.environ.get("AWS_REGION"), os.environ.get("AWS_DEFAULT_REGION"))
         region = self._settings.region or next(filter(None, variables), DEFAULT_REGION)
         if self._session is not None:
-            region = self._region_of(self._session)
+            region = _region_of(self._session)
         signer = None if self.credentials is None else Signer(region, "s3", self.clock)
         url = f"{self._settings.endpoint_url.rstrip('/')}/{self._settings.bucket}"
         return self._address(url, region, signer)
@@ -240,13 +239,8 @@ class Access:
             s3=cast(Any, {"addressing_style": addressing}),
             **{name: value for name, value in chosen.items() if value is not None},
         )
-        region, url = self._region_of(session), settings.endpoint_url
+        region, url = _region_of(session), settings.endpoint_url
         return session.create_client("s3", endpoint_url=url, region_name=region, config=config)
-
-    def _region_of(self, session: BotocoreSession) -> str:
-        if (region := access_point_region(self._settings.bucket)) is not None:
-            return region
-        return session.get_config_variable("region") or DEFAULT_REGION
 
     def _address(self, url: str, region: str, signer: Signer | None) -> Address:
         self.region = region
@@ -426,8 +420,6 @@ def _is_plain(settings: S3Settings, environment: Mapping[str, str]) -> bool:
     address = urlsplit(url)
     if address.path.strip("/") or address.query or "@" in address.netloc:
         return False
-    if access_point_region(settings.bucket) is not None:
-        return False
     named = (name for name in environment if name.startswith("AWS_"))
     return all(map(_KNOWN_VARIABLES.fullmatch, named))
 
@@ -442,6 +434,10 @@ def _has_files(environment: Mapping[str, str]) -> bool:
 
 
 # --- botocore -------------------------------------------------------------------
+
+
+def _region_of(session: BotocoreSession) -> str:
+    return session.get_config_variable("region") or DEFAULT_REGION
 
 
 def _session_for(settings: S3Settings) -> BotocoreSession:

@@ -50,9 +50,8 @@ def metadata_headers(metadata: Mapping[str, str], content_type: str | None) -> d
 
 
 def copy_source(bucket: str, key: str) -> str:
-    """Return the header value that names a copy's source; an access point is named by its ARN."""
-    place = f"{bucket}/object" if bucket.startswith("arn:") else bucket
-    return quote(f"{place}/{key}", safe="/~")
+    """Return the header value that names a copy's source."""
+    return quote(f"{bucket}/{key}", safe="/~")
 
 
 def now_ns() -> int:

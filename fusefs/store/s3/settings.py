@@ -1,8 +1,6 @@
 """Settings of requests to one bucket: address, identity, and properties of new objects.
 
-An access point that is given by its ARN has a host name of its own, and requests are signed for its
-region (https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html). Directory
-buckets (S3 Express One Zone) are refused: they need sessions, which are not implemented.
+Directory buckets (S3 Express One Zone) are refused: they need sessions, which are not implemented.
 """
 
 from __future__ import annotations
@@ -93,18 +91,10 @@ class S3Settings:
     part_size: int = 8 << 20
 
 
-def access_point_region(bucket: str) -> str | None:
-    """Return the region in `arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME`; None if it is no ARN."""
-    return bucket.split(":")[3] if bucket.startswith("arn:") else None
-
-
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
     """Return the reason why a bucket of this name cannot be mounted, or None."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
-        return Failure(UnsupportedError, sentence)
-    if not is_aws and bucket.startswith("arn:"):
-        sentence = "an access point's ARN is for AWS's own endpoints, and another one is configured"
         return Failure(UnsupportedError, sentence)
     return None
 

@@ -1,19 +1,13 @@
 """Access points, directory buckets: where their requests go, and what is refused."""
 
-from typing import Any
-
 import pytest
 
-from fusefs.settings.mount import RawValue, SettingsError, build
 from fusefs.settings.types import MountSource, parse_source
 from fusefs.store.errors import AttemptError
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.settings import S3Settings
 from tests.support.semantics import states
-
-ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/data"
-HOST = "data-123456789012.s3-accesspoint.us-west-2.amazonaws.com"
 
 
 @pytest.fixture(autouse=True)
@@ -26,66 +20,19 @@ def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
 
 
-@pytest.mark.parametrize(
-    ("text", "source"),
-    [
-        (f"s3://{ARN}", MountSource(ARN)),
-        (f"s3://{ARN}/", MountSource(ARN)),
-        (f"s3://{ARN}/some/prefix", MountSource(ARN, "some/prefix/")),
-        ("s3://data-a1b2c3-s3alias/x", MountSource("data-a1b2c3-s3alias", "x/")),
-    ],
-)
-@states("The ARN of an access point may stand for the bucket, at AWS's own endpoints.")
-def test_an_access_point_is_a_source(text: str, source: MountSource) -> None:
-    assert parse_source(text) == source
-    assert parse_source(str(source)) == source
+@states("The alias of an access point may stand for the bucket.")
+def test_an_access_point_is_mounted_by_its_alias() -> None:
+    alias = "data-a1b2c3-s3alias"
+    assert parse_source(f"s3://{alias}/x") == MountSource(alias, "x/")
+    request = Access(S3Settings(alias, region="us-west-2")).address.request(
+        list_call("", "", "", 1), None
+    )
+    assert request.url.startswith(f"https://{alias}.s3.us-west-2.amazonaws.com/?")
 
 
-@pytest.mark.parametrize(
-    "arn",
-    [
-        "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap",
-        "arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/data",
-        "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-1/accesspoint/data",
-        "arn:aws:s3:::bucket",
-    ],
-)
-def test_other_arns_are_refused(arn: str) -> None:
-    with pytest.raises(ValueError, match="access points of one region"):
-        parse_source(f"s3://{arn}")
-
-
-@pytest.mark.parametrize(
-    ("options", "host"),
-    [
-        ({}, HOST),
-        ({"fips": True}, HOST.replace("accesspoint.", "accesspoint-fips.")),
-        ({"dual_stack": True}, HOST.replace("accesspoint.", "accesspoint.dualstack.")),
-    ],
-)
-def test_requests_go_to_the_access_points_host_signed_for_its_region(
-    options: dict[str, Any], host: str
-) -> None:
-    access = Access(S3Settings(ARN, region="eu-central-1", **options))
-    request = access.address.request(list_call("", "", "", 1), access.keys)
-    assert request.url.startswith(f"https://{host}/?")
-    assert "/us-west-2/s3/aws4_request" in dict(request.headers)["authorization"]
-    assert access.url == f"https://{host}"  # where doctor looks
-
-
-def test_the_partition_has_its_own_domain() -> None:
-    arn = ARN.replace("aws:s3:us-west-2", "aws-cn:s3:cn-north-1")
-    host = "data-123456789012.s3-accesspoint.cn-north-1.amazonaws.com.cn"
-    assert Access(S3Settings(arn)).url == f"https://{host}"
-
-
-def test_an_access_point_is_refused_at_another_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {"source": f"s3://{ARN}", "mountpoint": "/mnt", "endpoint_url": "https://minio"}
-    with pytest.raises(SettingsError, match="endpoint_url: an access point's ARN"):
-        build({name: RawValue(text, name) for name, text in texts.items()})
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio")
-    with pytest.raises(AttemptError, match="another one is configured"):
-        Access(S3Settings(ARN))
+def test_an_arn_is_refused() -> None:
+    with pytest.raises(ValueError, match="an access point has its alias"):
+        parse_source("s3://arn:aws:s3:us-west-2:123456789012:accesspoint/data/x")
 
 
 @states("Directory buckets (S3 Express One Zone) cannot be mounted.")
