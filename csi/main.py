@@ -18,20 +18,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from fusefs import __version__
 from fusefs.daemon.log_handlers import OneLineFormatter
-from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.settings.arguments import Parser
 
 try:
-    from csi import metrics
     from csi.daemons import main as daemons
     from csi.errors import CsiError
     from csi.identity import IdentityService
-    from csi.node import listing
+    from csi.node import config, listing
     from csi.node import service as node
     from csi.server import Server, Service
     from csi.volume.stores import ConfigurationError, Stores, read_stores
@@ -81,17 +78,17 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     each_node = commands.add_parser("node", help="serve kubelet on a node")
-    _add_server_flags(each_node, [node.make_service])
-    node.add_flags(each_node)
+    _add_server_flags(each_node, node.make_service)
+    config.add_flags(each_node)
 
     once = commands.add_parser("controller", help="serve the provisioner and the resizer")
-    _add_server_flags(once, [_controller])
+    _add_server_flags(once, _controller)
     _add_controller_flags(once)
 
     both = commands.add_parser("all", help="serve both on one socket")
-    _add_server_flags(both, [_controller, node.make_service])
+    _add_server_flags(both, _controller, node.make_service)
     _add_controller_flags(both)
-    node.add_flags(both)
+    config.add_flags(both)
 
     listing_command = commands.add_parser(
         "list",
@@ -128,15 +125,14 @@ def _add_controller_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_server_flags(parser: argparse.ArgumentParser, makers: list[Maker]) -> None:
+def _add_server_flags(parser: argparse.ArgumentParser, *makers: Maker) -> None:
     parser.add_argument(
         "--endpoint", required=True, metavar="unix:///PATH", help="the socket to serve on"
     )
     parser.add_argument(
-        "--node-id", required=node.make_service in makers, metavar="NAME", help="this node's name"
+        "--stores", type=Path, metavar="FILE", help="file with the S3 stores besides aws (TOML)"
     )
     _add_common_flags(parser)
-    metrics.add_flags(parser)
     parser.set_defaults(run=lambda options: _serve(options, makers))
 
 
@@ -153,9 +149,6 @@ def _add_state_flag(parser: argparse.ArgumentParser) -> None:
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     _add_state_flag(parser)
     parser.add_argument(
-        "--stores", type=Path, metavar="FILE", help="file with the S3 stores besides aws (TOML)"
-    )
-    parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
@@ -163,38 +156,30 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _serve(options: argparse.Namespace, makers: list[Maker]) -> int:
+def _serve(options: argparse.Namespace, makers: Sequence[Maker]) -> int:
     stores = read_stores(options.stores)
-    services: list[Service] = [IdentityService(), *(make(options, stores) for make in makers)]
-    calls = metrics.call_times() if options.metrics is not None else None
-    server = Server(options.endpoint, services, calls)
+    services = [make(options, stores) for make in makers]
+    nodes = [service for service in services if isinstance(service, node.NodeService)]
+    server = Server(options.endpoint, [IdentityService(), *services])
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     server.start()
-    if calls is not None:
+    if metrics := getattr(options, "metrics", None):
+        # Imported here, to save the memory of prometheus_client in other drivers.
         from fusefs.exporter.collector import MountCollector, registry_of, serve
 
-        collector = MountCollector(partial(_targets, services))
-        host, port = options.metrics
-        serve(host, port, registry_of(collector, calls))
+        host, port = metrics
+        serve(host, port, registry_of(MountCollector(nodes[0].metrics_targets)))
     logging.getLogger(__name__).info("serving %s at %s", options.command, server.path)
     # Python runs signal handlers only in this thread, so it has to wake up regularly.
     while not ending.wait(1.0):
         pass
     server.stop()
-    for service in services:
-        close = getattr(service, "close", None)
-        if close is not None:
-            close()
+    for each in nodes:
+        each.close()
     # The interpreter would wait for the threads of calls that were cut off, as long as these wait
     # for a store or for uploads, and the node has no driver meanwhile. A call may stop at any
     # point: when it is repeated, it continues from there.
     logging.shutdown()
     os._exit(0)
-
-
-def _targets(services: Sequence[Service]) -> list[MetricsTarget]:
-    """Return the volumes of this node, if this process serves kubelet; else an empty list."""
-    nodes = (service for service in services if isinstance(service, node.NodeService))
-    return [target for each in nodes for target in each.metrics_targets()]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -33,9 +33,6 @@ from csi.errors import (
     status_of,
 )
 from fusefs.store.errors import StoreError
-
-if TYPE_CHECKING:
-    from prometheus_client import Histogram
 
 DRIVER_NAME = "s3.csi.fusefs.dev"
 # The provisioner's own default is 100 workers for creating and 100 for deleting.
@@ -79,17 +76,12 @@ Handler = Callable[[Any, grpc.ServicerContext], Any]
 class Server:
     """Serves CSI services at `endpoint`, `unix:///path`, from `start` to `stop`."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        services: Sequence[Service],
-        call_times: Histogram | None = None,
-    ) -> None:
+    def __init__(self, endpoint: str, services: Sequence[Service]) -> None:
         """Raises InvalidArgumentError if `endpoint` is not the address of a Unix socket."""
         self.path = socket_path(endpoint)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
-            interceptors=[_Interceptor(call_times)],
+            interceptors=[_Interceptor()],
         )
         for service in services:
             service.register(service, self._server)
@@ -138,24 +130,17 @@ def time_left(context: grpc.ServicerContext) -> float | None:
 
 
 def socket_path(endpoint: str) -> Path:
-    """Return the path in `unix:///path`; `unix:/path` and a bare path are accepted, too.
-
-    Raises:
-        InvalidArgumentError: `endpoint` is something else, or too long for the kernel.
-    """
-    text = endpoint.removeprefix("unix:")
-    if text.startswith("//"):
-        text = text[2:]
-    if not text.startswith("/"):
-        raise InvalidArgumentError(f"{endpoint}: the endpoint has to be unix:///path")
-    if len(os.fsencode(text)) > 107:
-        raise InvalidArgumentError(f"{endpoint}: over 107 bytes, which is too long for a socket")
-    return Path(text)
+    """Return the path in `unix:///path`; raises InvalidArgumentError for any other endpoint."""
+    path = endpoint.removeprefix("unix://")
+    if not path.startswith("/") or len(os.fsencode(path)) > 107:  # the kernel's maximum
+        raise InvalidArgumentError(
+            f"{endpoint}: the endpoint has to be unix:///path, of at most 107 bytes"
+        )
+    return Path(path)
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, call_times: Histogram | None) -> None:
-        self._call_times = call_times
+    def __init__(self) -> None:
         self._room = threading.BoundedSemaphore(MAX_CALLS)
 
     def intercept_service(
@@ -210,14 +195,11 @@ class _Interceptor(grpc.ServerInterceptor):
     def _note_end(
         self, method: str, request: Message, code: grpc.StatusCode, sentence: str, began: float
     ) -> None:
-        took_s = time.monotonic() - began
-        if self._call_times is not None:
-            self._call_times.labels(method, code.name).observe(took_s)
         volume = _volume_of(request)
         # Frequent calls that succeed are logged only for debugging.
         level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
         line = _line(method, volume, code.name, bounded(sentence))
-        log.log(level, "%s (%.0f ms)", line, 1000 * took_s)
+        log.log(level, "%s (%.0f ms)", line, 1000 * (time.monotonic() - began))
 
 
 def _volume_of(request: Message) -> str:

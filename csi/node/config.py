@@ -22,6 +22,7 @@ from csi.identities.cluster_caches import ClusterCaches, read_cluster_caches
 from csi.identities.credentials import POD_IDENTITY_AGENT
 from csi.node.pod_records import InlineBounds
 from csi.volume.options import NodeShares
+from fusefs.exporter.main import address_of
 from fusefs.launch.launcher import SupervisorAddress
 from fusefs.launch.registry import resolve as resolve_path
 from fusefs.linux.mountinfo import kernel_mounts
@@ -154,8 +155,15 @@ def _file_system(directory: Path) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `fusefs-csi node`."""
     group = parser.add_argument_group("node")
+    group.add_argument("--node-id", required=True, metavar="NAME", help="this node's name")
     _add_places(group)
     _add_limits(group)
+    group.add_argument(
+        "--metrics",
+        type=address_of,
+        metavar="ADDRESS:PORT",
+        help="serve metrics for Prometheus at http://ADDRESS:PORT/metrics; :PORT is all addresses",
+    )
 
 
 def _add(
