@@ -45,6 +45,7 @@ from csi.volume.location import (
 )
 from csi.volume.options import read_options
 from csi.volume.stores import Stores
+from fusefs.settings.mount import MountSettings
 from fusefs.store.errors import ExistsError
 from fusefs.store.s3.settings import WriteOptions
 
@@ -92,12 +93,14 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         self, request: csi_pb2.CreateVolumeRequest, progress: Progress
     ) -> csi_pb2.CreateVolumeResponse:
         record, volume = self._planned(request)
+        settings = _settings(record.attributes, request.volume_capabilities)
         bucket = self._bucket(
             volume,
             request.secrets,
             progress,
             record.attributes.get("region"),
-            write_options=_write_options(record.attributes, request.volume_capabilities),
+            # A bucket policy may demand an encryption or an ACL of every object, also of a record.
+            write_options=WriteOptions.of(settings),
         )
         is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
         with self._claims.claim(str(volume)):
@@ -171,7 +174,6 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         attributes = {**parameters, "prefix": prefix}
         location = location_of(attributes, self._stores)
         attributes["store"] = location.store.name
-        _check_settings(attributes, request.volume_capabilities)
         now = datetime.now(UTC).isoformat()
         record = VolumeRecord(request.name, prefix, deletes, self._cluster, size, attributes, now)
         return record, new_volume_id(location.store.name, location.bucket, request.name)
@@ -211,7 +213,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             attributes = own(request.volume_context)
             if attributes and attributes != record.attributes:
                 raise InvalidArgumentError("volume_context: is not this volume's")
-            _check_settings(record.attributes, request.volume_capabilities)
+            _settings(record.attributes, request.volume_capabilities)
         except InvalidArgumentError as error:
             return csi_pb2.ValidateVolumeCapabilitiesResponse(message=str(error))
         return csi_pb2.ValidateVolumeCapabilitiesResponse(
@@ -321,26 +323,15 @@ def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
     }
 
 
-def _check_settings(
+def _settings(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
-) -> None:
-    """Raise InvalidArgumentError for settings that every node would refuse, before a pod waits."""
-    settings = without_location(attributes)
-    for capability in capabilities:
-        read_options(settings, list(capability.mount.mount_flags), is_inline=False)
+) -> MountSettings:
+    """Return the settings of a volume's mounts, as far as the volume chooses them.
 
-
-def _write_options(
-    attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
-) -> WriteOptions:
-    """Return the write options for the volume's record: the same as its mounts use.
-
-    A bucket policy may demand an encryption or an ACL of every object.
+    Raises InvalidArgumentError for settings that every node would refuse, before a pod waits.
     """
     flags = [flag for capability in capabilities for flag in capability.mount.mount_flags]
-    return WriteOptions.of(
-        read_options(without_location(attributes), flags, is_inline=False).wanted
-    )
+    return read_options(without_location(attributes), flags, is_inline=False).wanted
 
 
 def _size(capacity: csi_pb2.CapacityRange) -> int:
