@@ -42,14 +42,10 @@ class CacheDomain:
 
 
 @dataclass(frozen=True, slots=True)
-class UnusedDomain:
-    """A domain whose directory has not been modified for `unused_s` seconds."""
+class DomainOnDisk(CacheDomain):
+    """A domain with the time of its last use (ns since the epoch), its directory's modification."""
 
-    name: str
-    uid: int
-    directory: Path
-    unused_s: float
-    mtime_ns: int
+    used_ns: int
 
 
 class CacheDomains:
@@ -110,7 +106,7 @@ class CacheDomains:
             os.utime(directory, follow_symlinks=False)
         return CacheDomain(name, uid, directory)
 
-    # --- unused domains ---
+    # --- removal of domains ---
 
     def in_use(self) -> set[str]:
         """Return the names of the domains that mounts use.
@@ -129,18 +125,15 @@ class CacheDomains:
             with suppress(FileNotFoundError):
                 os.utime(self.directory / name, follow_symlinks=False)
 
-    def unused(self) -> list[UnusedDomain]:
-        """Return all domains, the longest unused first."""
+    def by_last_use(self) -> list[DomainOnDisk]:
+        """Return all domains, also those in use, the longest unused first."""
         found = []
         for entry in os.scandir(self.directory):
             if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)
-                unused_s = time.time() - status.st_mtime
                 path = self.directory / entry.name
-                found.append(
-                    UnusedDomain(entry.name, status.st_uid, path, unused_s, status.st_mtime_ns)
-                )
-        return sorted(found, key=lambda domain: domain.mtime_ns)
+                found.append(DomainOnDisk(entry.name, status.st_uid, path, status.st_mtime_ns))
+        return sorted(found, key=lambda domain: domain.used_ns)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -148,7 +141,7 @@ class CacheDomains:
         with self._locked():
             yield
 
-    def set_aside(self, domain: UnusedDomain, *, keeps_state: bool = False) -> Path:
+    def set_aside(self, domain: CacheDomain, *, keeps_state: bool = False) -> Path:
         """Rename a domain's directory so that no mount finds it. Only within `alone`.
 
         Returns the new path. With `keeps_state` the mounts' state stays, and the rest is moved.

@@ -19,10 +19,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from csi.identities.cache_domains import CacheDomains, UnusedDomain
+from csi.identities.cache_domains import CacheDomains, DomainOnDisk
 from csi.volume.options import NodeShares
 from fusefs.launch.registry import resolve as resolve_path
 from fusefs.linux.mountinfo import kernel_mounts
@@ -68,11 +69,11 @@ class CacheCollector(threading.Thread):
             with _keeping_no_other():
                 self._finish(directory)
         self._domains.touch(self._domains.in_use())
-        for domain in self._domains.unused():
+        for domain in self._domains.by_last_use():
             if self._ending.is_set():
                 return
-            is_old = domain.unused_s >= KEEP_S
-            if is_old or (domain.unused_s >= KEEP_IF_SCARCE_S and self._is_scarce()):
+            unused_s = time.time() - domain.used_ns / 1e9
+            if unused_s >= KEEP_S or (unused_s >= KEEP_IF_SCARCE_S and self._is_scarce()):
                 with _keeping_no_other():
                     self._remove_unused(domain)
 
@@ -86,10 +87,10 @@ class CacheCollector(threading.Thread):
             or status.f_favail < FREE_INODES.bytes_of(status.f_files)
         )
 
-    def _remove_unused(self, domain: UnusedDomain) -> None:
+    def _remove_unused(self, domain: DomainOnDisk) -> None:
         with self._domains.alone():
             # A mount may have claimed the domain meanwhile, and ended again.
-            is_unchanged = domain.directory.lstat().st_mtime_ns == domain.mtime_ns
+            is_unchanged = domain.directory.lstat().st_mtime_ns == domain.used_ns
             if domain.name in self._domains.in_use() or not is_unchanged:
                 return
             if _has_mounts(domain.directory):
@@ -110,7 +111,7 @@ class CacheCollector(threading.Thread):
                 leftovers,
             )
         else:
-            hours = domain.unused_s / 3600
+            hours = (time.time() - domain.used_ns / 1e9) / 3600
             log.info("%s was not used for %.0f h: removed", domain.directory, hours)
         self._finish(leaving)
 

@@ -272,9 +272,8 @@ def test_nothing_goes_where_something_is_mounted(
 
 def test_what_was_put_aside_by_a_process_that_was_killed_goes_later(node: Node) -> None:
     old = node.domain("old")
-    (unused,) = node.domains.unused()
     with node.domains.alone():
-        aside = node.domains.set_aside(unused)
+        aside = node.domains.set_aside(old)
     # Until it is gone, no other identity has its uid.
     assert node.domains.claim(node.domains.name_of("next")).uid != old.uid
     # Another was killed before it gave a directory to the domain's user.
