@@ -146,5 +146,5 @@ def _trusted_owners() -> set[int]:
     return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
 
 
+# The mounts that this process sees.
 PLACES = BucketMounts()
-"""Those of this process."""

@@ -43,5 +43,5 @@ class Activity:
             await self._resting.wait()
 
 
+# The activity of this process, which serves one mount.
 ACTIVITY = Activity()
-"""That of this process, which serves one mount."""

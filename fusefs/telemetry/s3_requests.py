@@ -57,9 +57,9 @@ class S3Requests:
         }
 
 
+# The requests of this process, which serves one mount, to its bucket and to its cluster cache.
 S3_REQUESTS = S3Requests("s3")
 CLUSTER_REQUESTS = S3Requests("cluster_cache")
-"""Those of this process, which serves one mount, to its bucket and to its cluster cache."""
 
 
 def cause_of(operation: str) -> int:

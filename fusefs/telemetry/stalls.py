@@ -140,8 +140,8 @@ class Stalls:
         return [one + share * (two - one) for one, two in zip(early[1], late[1], strict=True)]
 
 
+# The waits of this process, which serves one mount.
 STALLS = Stalls()
-"""Those of this process, which serves one mount."""
 
 
 class Work:
@@ -188,36 +188,35 @@ class Work:
         if self._causes:
             self._stalls.change((*self._causes, _ANY), count, None)
 
-    @property
-    def waiters(self) -> int:
-        """The number of requests that wait for this work now."""
-        return self._waiters
-
     def begin(self) -> None:
         """Make this work the current task's, to the task's end."""
         _work.set(self)
 
-    def awaited(self) -> _Awaited:
-        return _Awaited(self)
+    def awaited(self) -> _Waiters:
+        """Count one more request that waits for this work (`with work.awaited()`)."""
+        return _Waiters(self, 1)
 
     def doing(self) -> _Doing:
         """Make this work that of the current task, and of tasks started meanwhile (`with`)."""
         return _Doing(self)
 
 
-class _Awaited:
-    """Counts a request that waits; a class takes half the time of a generator."""
+class _Waiters:
+    """Counts requests that wait; a class takes half the time of a generator."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_count", "_work")
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, count: int) -> None:
         self._work = work
+        self._count = count
 
     def __enter__(self) -> None:
-        self._work.wait(1)
+        if self._count:
+            self._work.wait(self._count)
 
     def __exit__(self, *_: object) -> None:
-        self._work.wait(-1)
+        if self._count:
+            self._work.wait(-self._count)
 
 
 class _Doing:
@@ -266,28 +265,15 @@ def unattended() -> _Doing:
     return _UNATTENDED.doing()
 
 
-class waiting_for:
+def waiting_for(work: Work) -> _Waiters:
     """Mark the current task's work as waiting for another work (`with waiting_for(work)`).
 
     Requests that wait for the task's work count as waiting for `work` as well; an unattended work
     has none. Requests that begin to wait later are not counted.
     """
-
-    __slots__ = ("_count", "_work")
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        mine = _work.get()
-        # One part of a work may wait for another part: the requests are counted already.
-        self._count = 0 if mine is work else mine.waiters
-
-    def __enter__(self) -> None:
-        if self._count:
-            self._work.wait(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        if self._count:
-            self._work.wait(-self._count)
+    mine = current()
+    # One part of a work may wait for another part: the requests are counted already.
+    return _Waiters(work, 0 if mine is work else mine._waiters)
 
 
 class stage:
