@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     _prepare_streams()
-    if arguments is None:
-        arguments = sys.argv[1:]
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        options = _parsed(_spelled(arguments))
+        options = _parsed(arguments)
         status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
@@ -53,18 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _status_of(error)
         _complain(error)
         return status
-
-
-def _spelled(arguments: Sequence[str]) -> Sequence[str]:
-    """Replace `help`, `version` and an empty command line by `--help` and `--version`."""
-    match list(arguments):
-        case []:
-            return ["--help"]
-        case ["help", *command]:
-            return [*command, "--help"]
-        case ["version"]:
-            return ["--version"]
-    return arguments
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -257,12 +244,13 @@ def _drop(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from fusefs.cli import status as overview
+    from fusefs.cli import status_report
+    from fusefs.diagnosis import mount_status
 
     if options.settings:
         return _show_settings(options)
     if options.path is None:
-        statuses = overview.all_statuses()
+        statuses = mount_status.all_statuses()
     elif place := _place_in_mount(options.path):
         from fusefs.cli import local_copies
 
@@ -272,14 +260,14 @@ def _status(options: argparse.Namespace) -> int:
     else:
         from fusefs.launch import registry
 
-        statuses = [overview.mount_status(registry.resolve(options.path))]
+        statuses = [mount_status.mount_status(registry.resolve(options.path))]
     if options.json:
         print(json.dumps(statuses if options.path is None else statuses[0], indent=2))
     elif statuses:
-        print("\n\n".join(overview.as_text(status) for status in statuses))
+        print("\n\n".join(status_report.as_text(status) for status in statuses))
     else:
         print("no mounts")
-    return 0 if all(map(overview.is_healthy, statuses)) else 1
+    return 0 if all(map(status_report.is_healthy, statuses)) else 1
 
 
 def _show_settings(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fusefs.diagnosis import stall_report
+from fusefs.launch.control import MALFORMED
 from fusefs.settings.display import counted, shown
 from fusefs.settings.display import human_duration as human_duration
 from fusefs.settings.display import human_size as human_size
@@ -24,6 +25,16 @@ FULL = 0.9
 FAILING_S = 60.0
 # Maximum number of files that are listed by name while they wait for their upload.
 MOST_PENDING = 5
+
+
+def as_text(status: Status) -> str:
+    """Return the text block of one mount, also if its daemon gave no status that can be read."""
+    try:
+        return render_silent(status) if "not_answering" in status else render(status)
+    except MALFORMED as error:
+        why = f"its status can't be read: {type(error).__name__}: {error}; fusefs upgrade"
+        known = {name: status.get(name) for name in ("mountpoint", "source")}
+        return render_silent({**known, "not_answering": status.get("not_answering") or why})
 
 
 def render(status: Status) -> str:
@@ -216,12 +227,15 @@ def is_healthy(status: Status) -> bool:
     """
     if "not_answering" in status:
         return bool(status.get("is_foreign"))
-    pending = (status.get("writing") or {}).get("pending", ())
-    return not (
-        _s3_failure(status.get("s3") or {})
-        or (status.get("access") or {}).get("is_shut")
-        or any(file["state"] == "failed" for file in pending)
-    )
+    try:
+        pending = (status.get("writing") or {}).get("pending", ())
+        return not (
+            _s3_failure(status.get("s3") or {})
+            or (status.get("access") or {}).get("is_shut")
+            or any(file["state"] == "failed" for file in pending)
+        )
+    except MALFORMED:
+        return False
 
 
 def _conditions(conditions: Status) -> str:

@@ -29,7 +29,7 @@ def check(subject: MountSubject) -> Iterator[Finding]:
 def cached(subject: MountSubject) -> tuple[int, int]:
     """Return the bytes and the count of a mount's cached files; 0, 0 if its daemon gives none."""
     try:
-        cache = (subject.status or {})["cache"]
+        cache = subject.status["cache"]
         return int(cache["used_bytes"]), int(cache["files"])
     except MALFORMED:
         return 0, 0
@@ -37,20 +37,20 @@ def cached(subject: MountSubject) -> tuple[int, int]:
 
 def _check(subject: MountSubject) -> Iterator[Finding]:
     status = subject.status
-    if status is None:
+    if "not_answering" in status:
         what_to_do = (
             "the keeper replaces a silent daemon within --hang-timeout; after that see the log, "
             "and end the mount with fusefs umount --force"
         )
-        if subject.pid is None:  # ending it would end it for its users elsewhere
+        if "daemon" not in status:  # ending it would end it for its users elsewhere
             what_to_do = "run fusefs doctor as the user and in the container that mounted it"
-        text = f"{subject.mountpoint} does not answer: {subject.why_silent}"
+        text = f"{subject.mountpoint} does not answer: {status['not_answering']}"
         yield problem("daemon", text, what_to_do)
         return
     pid = status["daemon"]["pid"]
     yield ok("daemon", f"pid {pid}, up {human_duration(status['daemon']['uptime_s'])}")
     yield from _features(status)
-    yield from _keeper(subject.keeper)
+    yield from _keeper(status.get("keeper"))
     yield from _cache(status)
     yield from _cluster_cache(status.get("cluster_cache"))
     yield from _writing(status.get("writing") or {})
@@ -179,5 +179,5 @@ def unknown_settings(subject: MountSubject) -> Finding:
     return skipped(
         "settings",
         "this mount has no keeper that tells them; its endpoint, certificates and credentials are "
-        f"this shell's (give --endpoint-url and others with {subject.source} instead)",
+        f"this shell's (give --endpoint-url and others with {subject.status['source']} instead)",
     )

@@ -1,7 +1,7 @@
 """`fusefs report`: writes an archive for a bug report, without secrets.
 
 The archive (tar.gz, readable only by its owner) has versions, and a directory for each mount with
-its settings, its status, its keeper's status and the end of its log. Files that can't be read are
+its settings, its status and the end of its log. Files that can't be read are
 named in the archive and do not fail the report.
 
 Every text passes through `redaction` on its way into the archive.
@@ -82,19 +82,9 @@ def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:
     yield "versions.json", versions()
     for number, mounted in enumerate(subjects, start=1):
         folder = f"mount-{number}"
-        yield (
-            f"{folder}/mount.json",
-            {
-                "mountpoint": str(mounted.mountpoint),
-                "source": mounted.source,
-                "pid": mounted.pid,
-                "not_answering": mounted.why_silent,
-            },
-        )
         if mounted.settings is not None:
             yield f"{folder}/settings.json", mounted.settings.as_texts()
         yield f"{folder}/status.json", mounted.status
-        yield f"{folder}/keeper.json", mounted.keeper
         yield f"{folder}/log", _log(mounted.settings)
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fusefs.launch import control, registry
+from fusefs.diagnosis.mount_status import mount_status
+from fusefs.launch import registry
 from fusefs.launch.control import CommandError, ControlError
-from fusefs.launch.mount_requests import keeper_request, keeper_status
-from fusefs.linux import mountinfo
+from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import MountSource
 
@@ -31,7 +31,7 @@ _FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HOME")
 
 @dataclass(slots=True)
 class MountSubject:
-    """One mount, as its processes describe it.
+    """One mount, as its processes describe it; `status` is that of `fusefs status --json`.
 
     `settings` is None if no keeper gives them. `files` has the contents of AWS configuration files
     by their variables; `environment` has those of the daemon's variables that affect requests
@@ -39,12 +39,8 @@ class MountSubject:
     """
 
     mountpoint: Path
-    source: str
-    pid: int | None = None
+    status: dict[str, Any]
     settings: MountSettings | None = None
-    status: dict[str, Any] | None = None
-    keeper: dict[str, Any] | None = None
-    why_silent: str = ""
     files: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] | None = None
 
@@ -52,25 +48,19 @@ class MountSubject:
 def find(mountpoint: Path) -> MountSubject:
     """Collect the reports of a mount's processes. Waits a few seconds at most for each process.
 
-    Raises:
-        CommandError: `mountpoint` is not a mount of fusefs.
+    Raises CommandError if `mountpoint` is not a mount of fusefs.
     """
-    registration = registry.registration_of(mountpoint)
-    if registration is None:
-        mount = mountinfo.find_mount(mountpoint)
-        if mount is None or not mount.is_fusefs:
-            raise CommandError(f"{mountpoint} is not a mount of fusefs; fusefs status lists them")
-        return MountSubject(
-            mountpoint, mount.source, why_silent="not registered here, or just starting or ending"
-        )
-    subject = MountSubject(mountpoint, registration.source, registration.pid)
-    try:
-        subject.status = control.request(registration.socket, "status", ANSWER_TIMEOUT_S)
-    except ControlError as error:
-        subject.why_silent = str(error) if registration.is_alive() else "the daemon has died"
-    with contextlib.suppress(ControlError):
-        subject.keeper = keeper_status(mountpoint, ANSWER_TIMEOUT_S)
-    _read_settings(subject)
+    subject = MountSubject(mountpoint, mount_status(mountpoint))
+    # A mount under pyfuse3 has no keeper.
+    with contextlib.suppress(ControlError, SettingsError, ValueError, KeyError):
+        answer = keeper_request(subject.mountpoint, {"do": "settings"}, ANSWER_TIMEOUT_S)
+        given = json.loads(answer["settings"])
+        subject.files = dict(given.get("files", {}))
+        subject.settings = MountSettings.from_texts(given["settings"])
+        if "environment" in given:
+            subject.environment = _chosen(given["environment"])
+    if subject.environment is None and (pid := keeper_pid(subject.mountpoint)) is not None:
+        subject.environment = environment_of(pid)
     return subject
 
 
@@ -81,19 +71,6 @@ def find_all() -> list[MountSubject]:
         with contextlib.suppress(CommandError):
             found.append(find(Path(registration.mountpoint)))
     return found
-
-
-def _read_settings(subject: MountSubject) -> None:
-    """Get the settings from the keeper. A mount under pyfuse3 has no keeper."""
-    with contextlib.suppress(ControlError, SettingsError, ValueError, KeyError):
-        answer = keeper_request(subject.mountpoint, {"do": "settings"}, ANSWER_TIMEOUT_S)
-        given = json.loads(answer["settings"])
-        subject.files = dict(given.get("files", {}))
-        subject.settings = MountSettings.from_texts(given["settings"])
-        if "environment" in given:
-            subject.environment = _chosen(given["environment"])
-    if subject.environment is None and subject.keeper is not None:
-        subject.environment = environment_of(int(subject.keeper["pid"]))
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
@@ -140,5 +117,5 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
 def source_of(subject: MountSubject) -> MountSource:
     if subject.settings is not None:
         return subject.settings.source
-    bucket, _, prefix = subject.source.removeprefix("s3://").partition("/")
+    bucket, _, prefix = str(subject.status["source"]).removeprefix("s3://").partition("/")
     return MountSource(bucket, prefix)

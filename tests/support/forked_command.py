@@ -79,7 +79,7 @@ def _forker() -> socket.socket:
 
 def serve(fd: int) -> None:
     """Fork for each request, until the other side is gone."""
-    from fusefs.cli import local_copies, main, mount, status, sync, umount, warm  # noqa: F401
+    from fusefs.cli import local_copies, main, mount, sync, umount, warm  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=fd) as requests:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli.status import mount_status
 from fusefs.cli.umount import end_mount
+from fusefs.diagnosis.mount_status import mount_status
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.registry import resolve

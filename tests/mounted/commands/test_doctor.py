@@ -153,7 +153,7 @@ def test_reports_of_one_mount_have_everything_and_no_secret(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(texts["versions.json"])["packages"]["trio"]
     assert json.loads(texts["mount-1/status.json"])["mountpoint"] == str(mount.path)
-    assert json.loads(texts["mount-1/keeper.json"])["daemon"] == mount.pid
+    assert json.loads(texts["mount-1/status.json"])["keeper"]["daemon"] == mount.pid
     assert json.loads(texts["mount-1/settings.json"])["endpoint_url"]
     assert "serving s3://" in texts["mount-1/log"]
     for planted in (TOKEN, PASSWORD, secret):
@@ -165,7 +165,7 @@ def test_reports_of_one_mount_have_everything_and_no_secret(
         texts = reported(tmp_path / "silent.tar.gz", mount.path)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert json.loads(texts["mount-1/mount.json"])["not_answering"]
+    assert json.loads(texts["mount-1/status.json"])["not_answering"]
     assert json.loads(texts["mount-1/settings.json"])["source"]
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fusefs.cli import manifest, polling, status_report, sync
-from fusefs.cli import status as overview
-from fusefs.diagnosis import findings, mounted
+from fusefs.diagnosis import findings, mount_status, mounted
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
@@ -238,10 +237,10 @@ def test_what_is_written_and_renamed_is_shown_with_its_age() -> None:
     "part", [{"cluster_cache": {"place": "s3://x"}}, {"cache": 5}, {"stalls": {"shares": []}}]
 )
 def test_a_status_of_another_form_concerns_its_mount_alone(part: dict[str, Any]) -> None:
-    text = overview.as_text({**STATUS, **part})
+    text = status_report.as_text({**STATUS, **part})
     assert text.startswith("/mnt/data\n  source      s3://bucket/\n")
     assert "its status can't be read: " in text
-    subject = MountSubject(Path("/mnt/data"), "s3://bucket/", status={**STATUS, "cache": 5})
+    subject = MountSubject(Path("/mnt/data"), {**STATUS, "cache": 5})
     assert "its status can't be read: " in [*mounted.check(subject)][-1].text
 
 
@@ -271,11 +270,11 @@ def test_processes_of_another_version_keep_no_other_mount_from_the_status(
     odd = registry.register(Path("/mnt/a"), "s3://odd/", sleeper.pid)
     registry.register(Path("/mnt/good"), "s3://good/", sleeper.pid)
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
-    monkeypatch.setattr(overview, "FUSECTL", runtime)
+    monkeypatch.setattr(mount_status, "FUSECTL", runtime)
     (runtime / str(mountinfo.parse(MOUNTINFO)[3].connection)).mkdir()
     (runtime / str(mountinfo.parse(MOUNTINFO)[3].connection) / "waiting").write_text("1")
     monkeypatch.setattr(control, "request", request)
-    monkeypatch.setattr(overview, "keeper_status", lambda *_: keeper)
+    monkeypatch.setattr(mount_status, "keeper_status", lambda *_: keeper)
     run("status")
     shown = capsys.readouterr().out
     assert "s3://odd/" in shown or "/mnt/data" in shown
@@ -388,13 +387,13 @@ def test_status_says_what_fails_since_when_and_whether_a_mount_is_healthy(
 ) -> None:
     status = {**STATUS, **change}
     assert shown in status_report.render(status)
-    assert overview.is_healthy(status) is is_healthy
+    assert status_report.is_healthy(status) is is_healthy
 
 
 def test_a_mount_that_does_not_answer_fails_the_command_unless_it_is_somebody_elses() -> None:
     silent = {"mountpoint": "/a", "source": "s3://b/", "not_answering": "timed out"}
-    assert not overview.is_healthy(silent)
-    assert overview.is_healthy({**silent, "is_foreign": True})
+    assert not status_report.is_healthy(silent)
+    assert status_report.is_healthy({**silent, "is_foreign": True})
 
 
 @pytest.mark.parametrize(

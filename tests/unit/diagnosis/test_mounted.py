@@ -1,6 +1,5 @@
 """What `fusefs doctor` says of the parts of a mount, from its status."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ GOOD: dict[str, Any] = {
 
 def findings(found: dict[str, Any] | None) -> list[tuple[Level, str]]:
     status = {"daemon": {"pid": 1, "uptime_s": 2.0}, "cluster_cache": found}
-    checks = mounted.check(MountSubject(Path("/data"), "s3://bucket/", status=status))
+    checks = mounted.check(MountSubject(Path("/data"), status))
     return [(one.level, one.text) for one in checks if one.check == "cluster cache"]
 
 
@@ -48,8 +47,8 @@ def test_what_is_wrong_with_a_cluster_cache_is_a_finding(
 
 
 def test_a_mount_of_another_container_is_not_to_be_ended_by_force() -> None:
-    other = MountSubject(Path("/mnt"), "s3://bucket/", why_silent="not registered here")
-    ours = replace(other, pid=4711, why_silent="the daemon has died")
+    other = MountSubject(Path("/mnt"), {"not_answering": "not registered here"})
+    ours = MountSubject(Path("/mnt"), {"not_answering": "it has died", "daemon": {"pid": 4711}})
     advised = [next(mounted.check(one)).advice for one in (other, ours)]
     assert ["umount --force" in advice for advice in advised] == [False, True]
     assert "container that mounted it" in advised[0]

@@ -118,7 +118,7 @@ def test_keys_that_look_like_secrets_leave_json(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = {"key": 'runs/token="x"/b', "path": Path("/a")}
-    mounted = MountSubject(Path("/mnt/a"), "s3://b-1", status=status)
+    mounted = MountSubject(Path("/mnt/a"), status)
     monkeypatch.setattr(subject, "find_all", lambda: [mounted])
     report.write(tmp_path / name, None)
     found = json.loads(archived(tmp_path / name)["report/mount-1/status.json"])
@@ -132,7 +132,7 @@ def test_a_mount_that_ends_meanwhile_leaves_the_others(monkeypatch: pytest.Monke
     def find(mountpoint: Path) -> MountSubject:
         if mountpoint.name == "ended":
             raise CommandError("is not a mount of fusefs")
-        return MountSubject(mountpoint, "")
+        return MountSubject(mountpoint, {})
 
     monkeypatch.setattr(registry, "all_mounts", lambda: registrations)
     monkeypatch.setattr(subject, "find", find)

@@ -1,18 +1,17 @@
-"""Collects what `fusefs status` shows: the answers of daemons and keepers, and kernel data.
+"""Collects the status of mounts: the answers of daemons and keepers, and kernel data.
 
-No function waits for a mount: requests have a time-out, and everything else is read from /proc and
-/sys.
+`fusefs status`, `fusefs doctor` and `fusefs report` show it; docs/reference/status-json.md has its
+form. No function waits for a mount: requests have a time-out, and everything else is read from
+/proc and /sys.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusefs.cli import status_report
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import keeper_status
@@ -96,23 +95,3 @@ def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
         except control.ControlError as error:
             return {**known, "not_answering": f"{why}; {error}"}
     return {**known, "not_answering": why, "is_foreign": True}
-
-
-def is_healthy(status: Mapping[str, Any]) -> bool:
-    """True if a mount answers, and its status shows no failure."""
-    try:
-        return status_report.is_healthy(status)
-    except control.MALFORMED:
-        return False
-
-
-def as_text(status: Mapping[str, Any]) -> str:
-    try:
-        if "not_answering" in status:
-            return status_report.render_silent(status)
-        return status_report.render(status)
-    except control.MALFORMED as error:
-        why = f"its status can't be read: {type(error).__name__}: {error}; fusefs upgrade"
-        known = {name: status.get(name) for name in ("mountpoint", "source")}
-        silent = status.get("not_answering")
-        return status_report.render_silent({**known, "not_answering": silent or why})
