@@ -184,7 +184,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         if not request.volume_id:
             raise InvalidArgumentError("volume_id: missing")
         volume = VolumeId.parse(request.volume_id)
-        if volume is None or self._stores.named(volume.store) is None:
+        if volume is None or volume.store not in self._stores.by_name:
             log.warning("volume %r: retained: it is in no configured store", request.volume_id)
             return csi_pb2.DeleteVolumeResponse()
         return self._work.run(request, context, partial(self._delete, request, volume))
@@ -248,7 +248,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 
     def _read(self, request: Any, progress: Progress) -> VolumeRecord:
         volume = VolumeId.parse(request.volume_id)
-        if volume is None or self._stores.named(volume.store) is None:
+        if volume is None or volume.store not in self._stores.by_name:
             raise VolumeNotFoundError(f"there is no volume {request.volume_id!r}")
         try:
             record = volume_record.read(self._bucket(volume, request.secrets, progress), volume)

@@ -27,7 +27,15 @@ from fusefs.launch.launcher import SupervisorAddress
 from fusefs.launch.registry import resolve as resolve_path
 from fusefs.linux.mountinfo import kernel_mounts
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
-from fusefs.settings.types import CONNECTIONS, MIB, MIN_FREE, SIZE, SettingType, at_least
+from fusefs.settings.types import (
+    CONNECTIONS,
+    MIB,
+    MIN_FREE,
+    SIZE,
+    SettingType,
+    at_least,
+    whole_number,
+)
 
 # The socket of `fusefs-csi daemons`, below the state directory.
 SUPERVISOR = "daemons.sock"
@@ -46,6 +54,8 @@ _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
 # Unused on a usual machine: systemd's documentation of uids leaves them free.
 FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
 _MOST_UIDS = 100_000
+# More mounts or inline volumes than a node can have.
+_MOST = 1_000_000
 # FUSE_NOTIFY_RESEND (include/uapi/linux/fuse.h).
 RESEND_SINCE = (6, 9)
 
@@ -232,7 +242,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = partial(_add, group)
     add(
         "--max-volumes",
-        _positive,
+        _value_of(whole_number(1, _MOST)),
         100,
         "N",
         "maximum number of mounts; times the limits of a mount, it is the node's budget",
@@ -240,7 +250,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     for whose, most in (("pod", 8), ("namespace", 32)):
         add(
             f"--max-inline-per-{whose}",
-            _positive,
+            _value_of(whole_number(1, _MOST)),
             most,
             "N",
             f"maximum number of inline volumes that one {whose} may have on a node",
@@ -280,12 +290,6 @@ def add_host_path_flag(group: argparse._ActionsContainer) -> None:
         help="the path that --cache-dir has on the host: start only if a disk is mounted there or"
         " above it, so that the cache never fills the system's disk",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
-    return int(text)
 
 
 def _uids(text: str) -> tuple[int, int]:

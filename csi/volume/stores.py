@@ -93,19 +93,11 @@ class Stores:
 
     by_name: Mapping[str, StoreSettings]
 
-    def named(self, name: str) -> StoreSettings | None:
-        return self.by_name.get(name)
-
     def choose(self, name: str) -> StoreSettings:
-        """Return the store of this name.
-
-        Raises:
-            InvalidArgumentError: there is no such store.
-        """
-        store = self.named(name)
-        if store is None:
+        """Return the store of this name, or raise InvalidArgumentError."""
+        if name not in self.by_name:
             raise InvalidArgumentError(f"store: no store {name!r} is configured")
-        return store
+        return self.by_name[name]
 
 
 def read_stores(path: Path | None) -> Stores:
@@ -146,9 +138,12 @@ def is_region(text: str) -> bool:
     return _REGION.fullmatch(text) is not None
 
 
-def is_forbidden(address: str) -> bool:
-    """True if requests are never sent to this IP address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
+def is_forbidden(host: str) -> bool:
+    """True if `host` is an IP address to which requests are never sent."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False  # a name
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
         found = found.ipv4_mapped
     return (
@@ -210,7 +205,7 @@ def read_url(text: str) -> str:
     if parts.netloc.endswith(":") or (parts.port is not None and parts.port == 0):
         raise ValueError(f"{text}: has no port that can be connected to")
     host = (parts.hostname or "").rstrip(".")
-    if host in _METADATA_HOSTS or (_is_address(host) and is_forbidden(host)):
+    if host in _METADATA_HOSTS or is_forbidden(host):
         raise ValueError(f"{text}: a link-local or metadata address")
     return f"{parts.scheme}://{parts.netloc}"
 
@@ -226,14 +221,6 @@ def _read_file(text: str) -> Path:
     if not path.is_file():
         raise ValueError(f"{text}: is no file")
     return path
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _addresses(url: str) -> set[str]:
