@@ -156,8 +156,6 @@ def _warm(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
     paths = options.paths
-    if not paths and not options.manifest:
-        raise _settings_error("PATH or --manifest is missing")
     if options.cancel:
         if options.manifest is not None or options.shard is not None:
             raise _settings_error("--cancel: takes only PATHs; the mountpoint cancels all jobs")
@@ -172,9 +170,8 @@ def _warm(options: argparse.Namespace) -> int:
     if options.manifest is None:
         return _fetch(warm.requests(paths, shard), is_waiting=options.wait)
     if len(paths) > 1:
-        raise _settings_error("--manifest: takes one PATH at most, for the paths in it")
-    base = paths[0] if paths else None
-    request, bad = warm.manifest_request(options.manifest, base, shard, _complain)
+        raise _settings_error("--manifest: takes one PATH, which the paths in it are relative to")
+    request, bad = warm.manifest_request(options.manifest, paths[0], shard, _complain)
     return _fetch([request], is_waiting=options.wait) or min(bad, 1)
 
 

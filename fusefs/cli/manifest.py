@@ -131,16 +131,3 @@ class Manifest:
         if mountpoint != self.mountpoint:
             raise LineError(f"{text} is not in the mount {self.mountpoint}")
         return below or "."
-
-
-def only_mount() -> Path:
-    """Return the mountpoint of the only mount.
-
-    Raises:
-        CommandError: there is no mount, or there are several.
-    """
-    mountpoints = [Path(mount.mountpoint) for mount in registry.all_mounts()]
-    if len(mountpoints) != 1:
-        there = "there are several mounts" if mountpoints else "there is no mount"
-        raise CommandError(f"{there}: name the directory that the manifest's paths are relative to")
-    return mountpoints[0]

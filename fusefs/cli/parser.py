@@ -247,13 +247,13 @@ _COMMANDS = (
         "has room. Files that are cached already are skipped. The command returns when the "
         f"daemon has accepted the job; fusefs status shows its progress. {_PATTERNS}",
         (
-            _argument("paths", type=_path, metavar="PATH", nargs="*", help=_A_PATH),
+            _PATHS,
             _argument(
                 "--manifest",
                 metavar="FILE",
                 help="fetch what this file lists, a path on each line: absolute, relative to PATH "
-                "(default: the mountpoint of the only mount) or an s3:// URI of the mount's "
-                "bucket; - is standard input. Empty lines and those that begin with # are skipped",
+                "or an s3:// URI of the mount's bucket; - is standard input. Empty lines and those "
+                "that begin with # are skipped",
             ),
             _argument(
                 "--shard",
@@ -272,7 +272,7 @@ _COMMANDS = (
             ),
         ),
         usage="%(prog)s [--wait] [--shard I/N] PATH...\n"
-        "       %(prog)s [--wait] [--shard I/N] --manifest FILE [PATH]\n"
+        "       %(prog)s [--wait] [--shard I/N] --manifest FILE PATH\n"
         "       %(prog)s --cancel PATH...",
     ),
     _Command(

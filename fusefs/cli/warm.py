@@ -130,19 +130,18 @@ def requests(
 
 
 def manifest_request(
-    file: str, base: Path | None, shard: tuple[int, int] | None, complain: Callable[[str], None]
+    file: str, base: Path, shard: tuple[int, int] | None, complain: Callable[[str], None]
 ) -> tuple[WarmRequest, int]:
     """Make the job for a manifest ("-" is standard input); return it and the count of bad lines.
 
-    `complain` gets a message for each of the first bad lines. Relative paths are below `base`; None
-    stands for the only mount.
+    `complain` gets a message for each of the first bad lines. Relative paths are below `base`.
 
     Raises:
         CommandError: `base` is in no mount.
         ControlError: the mount has ended, or its daemon refused the list.
         OSError: the file can't be read.
     """
-    mountpoint, below = sync.find(base) if base is not None else (manifest.only_mount(), "")
+    mountpoint, below = sync.find(base)
     bad = 0
 
     def refuse(number: int, why: str) -> None:
