@@ -57,7 +57,12 @@ def render(status: Status) -> str:
         if section:
             rows.append((label, describe(section)))
     if status.get("stalls"):
-        rows += _waits(status["stalls"], has_room=_has_room(status.get("cache") or {}))
+        rows += [("waits", sentence) for sentence in stall_report.sentences(status["stalls"])]
+        cache = status.get("cache") or {}
+        limit = cache.get("limit_bytes")
+        has_room = limit is None or cache.get("used_bytes", 0) < FULL * limit
+        if hint := stall_report.hint(status["stalls"], has_room=has_room):
+            rows.append(("hint", hint))
     writing = status.get("writing") or {}
     rows += [("pending", _pending(file)) for file in writing.get("pending", ())[:MOST_PENDING]]
     rows += [("renaming", _renaming(job)) for job in writing.get("renames", ())]
@@ -264,20 +269,6 @@ def _requests(requests: Status) -> str:
     waiting = requests.get("in_kernel", requests.get("waiting", 0))
     answered = f"{requests['total']:,} answered, " if "total" in requests else ""
     return f"{answered}{waiting:,} waiting"
-
-
-def _has_room(cache: Status) -> bool:
-    limit = cache.get("limit_bytes")
-    return limit is None or cache.get("used_bytes", 0) < FULL * limit
-
-
-def _waits(stalls: Status, *, has_room: bool) -> Iterable[tuple[str, str]]:
-    """Yield rows about the recent waits of programs, and a hint."""
-    for sentence in stall_report.sentences(stalls):
-        yield "waits", sentence
-    hint = stall_report.hint(stalls, has_room=has_room)
-    if hint is not None:
-        yield "hint", hint
 
 
 def _survival(status: Status) -> str:

@@ -182,11 +182,8 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
         nonlocal done
         for start in offsets:
             stop = min(start + RANGE_BYTES, info.size)
-            await _read(store, info.version, start, stop, count)
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
+            await _read(store, info.version, start, stop)
+            done += stop - start
 
     with trio.move_on_after(THROUGHPUT_S):
         try:
@@ -217,15 +214,8 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
     return ok("throughput", text, **figures)
 
 
-async def _read(
-    store: S3Store,
-    version: ObjectVersion,
-    start: int,
-    stop: int,
-    count: Callable[[int], None] = lambda _size: None,
-) -> None:
+async def _read(store: S3Store, version: ObjectVersion, start: int, stop: int) -> None:
     await store.download(version, start, stop, BytesSink(start, stop - start))
-    count(stop - start)
 
 
 # --- permissions --------------------------------------------------------------

@@ -51,7 +51,11 @@ def check(
     size, files = mounted.cached(subject)
     yield from cache_disk.check(settings, cached_bytes=size, cached_files=files)
     if subject.settings is None:
-        yield mounted.unknown_settings(subject)
+        yield skipped(
+            "settings",
+            "this mount has no keeper that tells them; its endpoint, certificates and credentials"
+            f" are this shell's (give --endpoint-url and others with {settings.source} instead)",
+        )
     with subjects.as_daemon(subject):
         yield from _check_bucket(settings, tries_permissions=tries_permissions)
 

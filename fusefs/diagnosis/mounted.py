@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
+from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch.control import MALFORMED
 from fusefs.settings.display import human_duration, human_size
@@ -172,12 +172,3 @@ def _writing(writing: dict[str, Any]) -> Iterator[Finding]:
         )
     elif writing:
         yield ok("uploads", "nothing waits for long", files=writing.get("pending_files", 0))
-
-
-def unknown_settings(subject: MountSubject) -> Finding:
-    """Return the finding about a mount whose keeper does not give its settings."""
-    return skipped(
-        "settings",
-        "this mount has no keeper that tells them; its endpoint, certificates and credentials are "
-        f"this shell's (give --endpoint-url and others with {subject.status['source']} instead)",
-    )

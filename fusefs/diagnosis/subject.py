@@ -115,7 +115,6 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
 
 
 def source_of(subject: MountSubject) -> MountSource:
-    if subject.settings is not None:
-        return subject.settings.source
+    """Return the source of a mount whose settings are not known."""
     bucket, _, prefix = str(subject.status["source"]).removeprefix("s3://").partition("/")
     return MountSource(bucket, prefix)

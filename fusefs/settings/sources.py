@@ -95,15 +95,12 @@ def from_config(path: Path, mountpoint: str = "") -> Layer:
         if key in tables:
             continue
         if key not in by_key:
-            raise SettingsError(f"{path}: {key}: {_unknown(key, list(by_key))}")
+            near = did_you_mean(key.replace("_", "-"), by_key)
+            hint = near or "; fusefs mount --help lists them all"
+            raise SettingsError(f"{path}: {key}: there is no such setting{hint}")
         origin = f"{path}: {key}"
         layer[by_key[key].name] = RawValue(_toml_text(by_key[key], value, origin), origin)
     return layer
-
-
-def _unknown(key: str, known: list[str]) -> str:
-    hint = did_you_mean(key.replace("_", "-"), known) or "; fusefs mount --help lists them all"
-    return f"there is no such setting{hint}"
 
 
 def _toml_text(setting: Setting, value: object, origin: str) -> str:
