@@ -87,11 +87,7 @@ class Server:
             service.register(service, self._server)
 
     def start(self) -> None:
-        """Begin to answer calls.
-
-        Raises:
-            OSError: the socket cannot be made.
-        """
+        """Begin to answer calls; raises OSError if the socket cannot be made."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # of an earlier server; only ever a socket
             if stat.S_ISSOCK(self.path.lstat().st_mode):

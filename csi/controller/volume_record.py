@@ -52,11 +52,7 @@ class VolumeRecord:
 
     @classmethod
     def from_json(cls, body: bytes) -> VolumeRecord:
-        """Parse a record that `to_json` wrote.
-
-        Raises:
-            VolumeRecordError: `body` is something else.
-        """
+        """Parse a record that `to_json` wrote; raises VolumeRecordError for anything else."""
         try:
             values = json.loads(body)
             if values["format"] != FORMAT:
@@ -95,11 +91,7 @@ def lost(volume: VolumeId) -> str:
 
 
 def read(bucket: Bucket, volume: VolumeId) -> VolumeRecord | None:
-    """Read a volume's record; None if there is no such volume.
-
-    Raises:
-        VolumeRecordError: the object is not a valid record.
-    """
+    """Read a volume's record; None if there is none, VolumeRecordError if it is not valid."""
     try:
         return VolumeRecord.from_json(bucket.get(key_of(volume)))
     except NotFoundError:

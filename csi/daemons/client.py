@@ -94,11 +94,7 @@ class Daemons:
         self._node = node
 
     def check(self) -> None:
-        """Check that daemons can be started.
-
-        Raises:
-            UnavailableError: the daemons' pod, which has to start them, does not run.
-        """
+        """Raise UnavailableError unless the daemons' pod, which has to start daemons, runs."""
         if self.supervisor.is_needed:
             try:
                 supervisor_protocol.connect(os.fspath(self.supervisor.socket)).close()

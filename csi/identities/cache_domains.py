@@ -109,11 +109,7 @@ class CacheDomains:
     # --- removal of domains ---
 
     def in_use(self) -> set[str]:
-        """Return the names of the domains that mounts use.
-
-        Raises:
-            ValueError: a mount's domain is not known, so any domain may be in use.
-        """
+        """Return the names of the domains in use; raises ValueError if any domain may be in use."""
         names = set(self._of_mounts())
         if not all(map(_NAME.fullmatch, names)):
             raise ValueError("the cache of a mount is not known")

@@ -79,11 +79,7 @@ class ClusterCacheConfig:
         check_cluster_cache(build(layer, anywhere()))
 
     def secrets(self) -> CacheSecrets:
-        """Read the secrets from their files. Blocks.
-
-        Raises:
-            FailedPreconditionError: a secret cannot be used.
-        """
+        """Read the secrets' files; raises FailedPreconditionError if one cannot be used. Blocks."""
         try:
             self.check({setting: name for name, setting in _SETTINGS.items()})
             credentials, key = (Path(self.texts[name]).read_bytes() for name in _OF_SECRETS)

@@ -55,11 +55,7 @@ class MountRecords(RecordFiles[MountRecord]):
 
     @contextmanager
     def one_more(self, most: int) -> Iterator[None]:
-        """Lock the records while the block adds one.
-
-        Raises:
-            ResourceExhaustedError: there are `most` records already.
-        """
+        """Lock the records while the block adds one; ResourceExhaustedError if there are `most`."""
         with self._lock:
             if len(self.names()) >= most:
                 raise ResourceExhaustedError(

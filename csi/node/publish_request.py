@@ -72,11 +72,7 @@ class PublishRequest:
 def read_request(
     request: csi_pb2.NodePublishVolumeRequest, kubelet_directory: Path, own_directory: Path
 ) -> PublishRequest:
-    """Parse and check `request`.
-
-    Raises:
-        InvalidArgumentError: a field is missing or cannot be used.
-    """
+    """Parse `request`; raises InvalidArgumentError if a field is missing or cannot be used."""
     if not request.volume_id:
         raise InvalidArgumentError("volume_id: missing")
     if not request.HasField("volume_capability"):
@@ -112,11 +108,7 @@ def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
 
 
 def target_of(text: str, kubelet_directory: Path, own_directory: Path) -> Path:
-    """Return the target path that a request names, as mountinfo shows it.
-
-    Raises:
-        InvalidArgumentError: no volume may be published there.
-    """
+    """Return a request's target path as mountinfo shows it, or raise InvalidArgumentError."""
     if not text:
         raise InvalidArgumentError("target_path: missing")
     path = Path(text)

@@ -46,11 +46,7 @@ class RecordFiles(Generic[R]):
         return [record for record in found if record is not None]
 
     def write(self, name: str, record: R) -> None:
-        """Write a record, whole or not at all.
-
-        Raises:
-            OSError: the record cannot be written.
-        """
+        """Write a record, whole or not at all; raises OSError if it is not written."""
         written: Any = record
         replace_file(self._path(name), json.dumps(asdict(written)))
 

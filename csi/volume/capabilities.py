@@ -31,11 +31,7 @@ def check_capability(capability: csi_pb2.VolumeCapability) -> None:
 
 
 def check_capabilities(capabilities: Iterable[csi_pb2.VolumeCapability]) -> None:
-    """Check every capability with `check_capability`; there has to be at least one.
-
-    Raises:
-        InvalidArgumentError: there is none, or one is refused.
-    """
+    """Check every capability with `check_capability`; InvalidArgumentError if there is none."""
     given = list(capabilities)
     if not given:
         raise InvalidArgumentError("volume_capabilities: missing")

@@ -392,11 +392,7 @@ def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
 
 
 def finished(layer: Layer, **more: str) -> MountSettings:
-    """Build the settings from a layer and the texts that it lacked.
-
-    Raises:
-        InvalidArgumentError: two settings contradict each other.
-    """
+    """Build the settings from a layer and the texts it lacks, or raise InvalidArgumentError."""
     try:
         return build({name: RawValue(text, name) for name, text in more.items()}, layer)
     except SettingsError as error:

@@ -151,11 +151,7 @@ def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
 
 
 def end(base: Path, reader: str) -> None:
-    """Make a mount forget a reader's plan.
-
-    Raises:
-        CommandError: the reader has no plan.
-    """
+    """Make a mount forget a reader's plan; CommandError if the reader has no plan."""
     mountpoint, _ = sync.find(base)
     message = {"command": "end plan", "reader": reader}
     if not daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)["was_there"]:

@@ -160,11 +160,7 @@ def manifest_request(
 
 
 def start(requests: Sequence[WarmRequest]) -> Ids:
-    """Start the jobs, or join equal jobs under way; return their ids.
-
-    Raises:
-        ControlError: a mount has ended, or its daemon refused the job.
-    """
+    """Start the jobs, or join equal ones under way; return their ids, or raise ControlError."""
     return {request: _start(request)["id"] for request in requests}
 
 
@@ -173,11 +169,7 @@ def _start(request: WarmRequest) -> Job:
 
 
 def cancel(paths: Sequence[Path]) -> None:
-    """Cancel the jobs of these paths.
-
-    Raises:
-        CommandError: a path has no job.
-    """
+    """Cancel the jobs of these paths; CommandError if a path has no job."""
     for path in paths:
         mountpoint, below = sync.find(path)
         message = {"command": "cancel warming", "path": below}

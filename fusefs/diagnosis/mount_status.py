@@ -35,11 +35,7 @@ def all_statuses() -> list[dict[str, Any]]:
 
 
 def mount_status(mountpoint: Path) -> dict[str, Any]:
-    """Return the status of one mount.
-
-    Raises:
-        CommandError: `mountpoint` is not a mount of fusefs.
-    """
+    """Return the status of one mount; CommandError if it is no mount of fusefs."""
     registration = registry.registration_of(mountpoint)
     if registration is not None:
         return _status_of(registration)

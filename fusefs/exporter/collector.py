@@ -156,11 +156,7 @@ def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
 
 
 def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
-    """Parse the metrics of one mount's answer.
-
-    Raises:
-        MALFORMED: the answer has another form.
-    """
+    """Parse the metrics of one mount's answer; raises MALFORMED if it has another form."""
     metrics: _MetricsOfMount = {}
     remaining = MOST_SAMPLES
     for name, metric in answer.items():
