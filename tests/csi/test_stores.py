@@ -64,11 +64,11 @@ def test_a_file_names_stores_beside_aws(tmp_path: Path) -> None:
         """,
     )
     stores = read_stores(path)
-    assert stores.named("minio") == StoreSettings(
+    assert stores.choose("minio") == StoreSettings(
         "minio", MINIO, "eu-west-9", Addressing.PATH, bundle, "https://sts.storage.svc", "minio"
     )
-    assert stores.named("aws") == StoreSettings("aws", region="eu-central-1")
-    assert stores.named("other") is None
+    assert stores.choose("aws") == StoreSettings("aws", region="eu-central-1")
+    assert stores.choose("other") is None
 
 
 @pytest.mark.parametrize(
