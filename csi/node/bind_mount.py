@@ -7,6 +7,10 @@ read-only one that can be written. It is made private as well: a clone is a peer
 of all its other clones (Documentation/filesystems/sharedsubtree.rst), so a mount on top of one
 pod's clone would be mounted on, and unmounted from, all pods' clones. Attached below kubelet's
 shared directory it gets new peers: the containers with `HostToContainer`.
+
+A bind mount can show the mount's files to pods of another group (an idmapped mount; of FUSE since
+Linux 6.12, if the daemon's answer to INIT has FUSE_ALLOW_IDMAP). Clones of it, for a subPath or a
+container, show the same.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import ctypes
 import errno
 import os
 import stat
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
@@ -33,7 +39,11 @@ _MOVE_MOUNT_F_EMPTY_PATH = 4
 _MOUNT_ATTR_RDONLY = 1
 _MOUNT_ATTR_NOSUID = 2
 _MOUNT_ATTR_NODEV = 4
+_MOUNT_ATTR_IDMAP = 0x100000
 _MS_PRIVATE = 1 << 18
+
+# The number of ids; the last 32 bit number is none (user_namespaces(7)).
+_IDS = 2**32 - 1
 
 # Each loss of a daemon may add a mount on the same path; there are no other reasons.
 MOST_STACKED = 1000
@@ -79,8 +89,13 @@ class MountTable:
         return None
 
 
-def bind(source: Path, target: Path, *, is_read_only: bool) -> None:
+def bind(
+    source: Path, target: Path, *, is_read_only: bool, swapped: tuple[int, int] | None = None
+) -> None:
     """Mount the root of the mount at `source` on top of `target`.
+
+    With `swapped`, what belongs to one of the two groups belongs to the other one at `target`: a
+    group that is shown is the other one's number at `source`, and so is one that is set.
 
     Raises:
         OSError: a system call failed; nothing was mounted.
@@ -94,20 +109,45 @@ def bind(source: Path, target: Path, *, is_read_only: bool) -> None:
     try:
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
         flags |= _MOUNT_ATTR_RDONLY if is_read_only else 0
-        attributes = _MountAttributes(flags, 0, _MS_PRIVATE, 0)
-        _syscall(
-            _SYS_MOUNT_SETATTR,
-            tree,
-            b"",
-            _AT_EMPTY_PATH,
-            ctypes.byref(attributes),
-            ctypes.sizeof(attributes),
-        )
+        _set_attributes(tree, _MountAttributes(flags, 0, _MS_PRIVATE, 0))
+        if swapped is not None:
+            with _swapping_namespace(*swapped) as namespace:
+                _set_attributes(tree, _MountAttributes(_MOUNT_ATTR_IDMAP, 0, 0, namespace))
         _syscall(
             _SYS_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
         )
     finally:
         os.close(tree)
+
+
+@contextlib.contextmanager
+def _swapping_namespace(one: int, other: int) -> Iterator[int]:
+    """Yield a user namespace, as a descriptor, that maps two groups to each other.
+
+    All other ids are mapped to themselves. A child makes the namespace, because a process with
+    threads cannot (unshare(2)).
+    """
+    first, last = sorted((one, other))
+    extents = (
+        (0, 0, first),
+        (first, last, 1),
+        (first + 1, first + 1, last - first - 1),
+        (last, first, 1),
+        (last + 1, last + 1, _IDS - last - 1),
+    )
+    groups = "\n".join(f"{inside} {outside} {n}" for inside, outside, n in extents if n)
+    command = ("unshare", "--user", "sh", "-c", "echo; exec cat")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        if not child.stdout.readline():
+            raise OSError(errno.ENOTSUP, child.stderr.read().decode(errors="replace").strip())
+        process = Path("/proc", str(child.pid))
+        (process / "uid_map").write_text(f"0 0 {_IDS}")
+        (process / "gid_map").write_text(groups)
+        with (process / "ns/user").open("rb") as namespace:
+            yield namespace.fileno()
 
 
 def pop_all(path: Path) -> None:
@@ -152,6 +192,11 @@ def remove_directory(path: Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         path.rmdir()
+
+
+def _set_attributes(tree: int, attributes: _MountAttributes) -> None:
+    size = ctypes.sizeof(attributes)
+    _syscall(_SYS_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
 
 
 def _syscall(number: int, *arguments: object) -> int:

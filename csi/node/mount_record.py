@@ -7,6 +7,7 @@ removes them together with the mounts.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,12 @@ class MountRecord:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
+    def fs_group(self) -> int | None:
+        """The fsGroup that the mount shows, of its first pod; other groups' binds map it."""
+        group: int | None = json.loads(self.arguments)[1]
+        return group
+
+    @property
     def cache_directory(self) -> Path | None:
         """The cache directory in the mount's settings; None if they cannot be read."""
         try:
@@ -60,8 +67,8 @@ class MountRecords(RecordFiles[MountRecord]):
             if len(self.names()) >= most:
                 raise ResourceExhaustedError(
                     f"this node has {most} mounts, the maximum (--max-volumes). The scheduler"
-                    " counts PersistentVolumes; inline volumes, and each further identity or"
-                    " fsGroup of a volume, take a mount as well"
+                    " counts PersistentVolumes; inline volumes take a mount as well, and so does"
+                    " each further identity of a volume, or its use without an fsGroup beside one"
                 )
             yield
 

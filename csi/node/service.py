@@ -35,7 +35,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import CacheDomains
 from csi.identities.cache_gc import CacheCollector
-from csi.identities.cluster_caches import CacheSecrets
+from csi.identities.cluster_caches import CacheSecrets, ClusterCacheConfig
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount
@@ -70,6 +70,7 @@ from csi.volume.stores import Stores
 from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch.registry import use_runtime_directory
+from fusefs.settings.mount import Layer
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -218,7 +219,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return False  # the mount had died and was made anew
         root = table.top(Path(record.root))
         is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
-        if record.arguments != publish.arguments or top.is_read_only != is_read_only:
+        is_same = top.is_idmapped == (publish.fs_group != record.fs_group)
+        is_same = is_same and publish.with_group_of(record).arguments == record.arguments
+        if not is_same or top.is_read_only != is_read_only:
             raise AlreadyExistsError(f"{publish.target}: published with other arguments")
         self._renew_credentials(request, publish, record)
         return self._mounts.is_alive(record, table) or self._mounts.resume(record, ends)
@@ -277,7 +280,22 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             bind_mount.make_directory(publish.target, TARGET_MODE)
         elif root is not None and at_target.device == root.device:
             return  # it was resumed
-        bind_mount.bind(Path(record.root), publish.target, is_read_only=publish.is_read_only)
+        source, is_read_only = Path(record.root), publish.is_read_only
+        own, shown = publish.fs_group, record.fs_group
+        if own is None or shown is None or own == shown:
+            bind_mount.bind(source, publish.target, is_read_only=is_read_only)
+            return
+        try:
+            swapped = (own, shown)
+            bind_mount.bind(source, publish.target, is_read_only=is_read_only, swapped=swapped)
+        except OSError as error:
+            if at_target is None:
+                bind_mount.remove_directory(publish.target)
+            raise FailedPreconditionError(
+                f"{publish.volume_id} is mounted on this node with fsGroup {shown}, and can't be"
+                f" shown with fsGroup {own} as well: {error.strerror} (Linux 6.12 and newer can)."
+                " Give the pods one fsGroup, or keep them on different nodes"
+            ) from error
 
     def _begin(self, plan: _Plan, ends: float) -> None:
         self._store_secrets(plan)
@@ -315,24 +333,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             cluster_cache = self._configuration.cluster_caches.of(
                 options.cache_domain, is_inline=publish.is_inline
             )
-        layer = mount_layer(
-            options,
-            location,
-            self._configuration.shares,
-            cluster_cache.settings if cluster_cache else {},
-            is_read_only=publish.is_reader_mode,
-            fs_group=publish.fs_group,
-        )
-        name = self._domain_name(identity, location, options)
-        texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
         cache_secrets = cluster_cache.secrets() if cluster_cache else None
-        if cache_secrets is not None:
-            # A mount keeps its first secrets, so other secrets need another mount.
-            texts.append(cache_secrets.proof)
-        key = self._domains.name_of("mount", name, publish.arguments, *identity.proof, "", *texts)
-        known = self._mounts.records.read(key)
+        layers = self._layers(publish, identity, location, options, cluster_cache, cache_secrets)
+        known = next(filter(None, map(self._mounts.records.read, layers)), None)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
+        key, layer = next(iter(layers.items()))
         self._warmups.forget(key)  # an earlier mount's
         location.store.check_address()
         with (
@@ -341,7 +347,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             ),  # the reconciler may just remove what an earlier one left
             self._mounts.records.one_more(self._configuration.most_volumes),
         ):
-            domain = self._domains.claim(name)
+            domain = self._domains.claim(self._domain_name(identity, location, options))
             settings = finished(
                 layer,
                 mountpoint=os.fspath(self._mounts.root_of(key)),
@@ -366,6 +372,39 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             )
             self._mounts.records.write(record.key, record)
         return _Plan(identity, record, options.warm, cache_secrets)
+
+    def _layers(
+        self,
+        publish: PublishRequest,
+        identity: Identity,
+        location: Location,
+        options: Options,
+        cluster_cache: ClusterCacheConfig | None,
+        cache_secrets: CacheSecrets | None,
+    ) -> dict[str, Layer]:
+        """Return the settings of each mount that would serve the request, by the mount's key.
+
+        The first is the one to make. The others show the fsGroups of the volume's present mounts.
+        """
+        name = self._domain_name(identity, location, options)
+        present = self._mounts.records.of_volume(publish.volume_id)
+        layers: dict[str, Layer] = {}
+        for asked in (publish, *map(publish.with_group_of, present)):
+            layer = mount_layer(
+                options,
+                location,
+                self._configuration.shares,
+                cluster_cache.settings if cluster_cache else {},
+                is_read_only=publish.is_reader_mode,
+                fs_group=asked.fs_group,
+            )
+            texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
+            if cache_secrets is not None:
+                # A mount keeps its first secrets, so other secrets need another mount.
+                texts.append(cache_secrets.proof)
+            key = self._domains.name_of("mount", name, asked.arguments, *identity.proof, "", *texts)
+            layers[key] = layer
+        return layers
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
         """Return the name of the cache domain that a volume uses."""
@@ -445,8 +484,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def metrics_targets(self) -> list[MetricsTarget]:
         """Return the volumes of this node, for the metrics, with the pods that use them.
 
-        A volume with several mounts on this node (one for each identity, or each group) is named
-        with the end of the mount's key as well: no two mounts have the same labels.
+        A volume with several mounts on this node (one for each identity) is named with the end of
+        the mount's key as well: no two mounts have the same labels.
         """
         records, table, pods = self._mounts.records.all(), MountTable(), self._pods.all()
         counts = Counter(record.volume_id for record in records)

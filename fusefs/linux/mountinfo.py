@@ -51,6 +51,11 @@ class KernelMount:
         return "ro" in self.flags.split(",")
 
     @property
+    def is_idmapped(self) -> bool:
+        """True if this mount shows other owners than the file system has (mount_setattr(2))."""
+        return "idmapped" in self.flags.split(",")
+
+    @property
     def connection(self) -> int:
         """The number of the FUSE connection, which is the device's minor number."""
         return int(self.device.partition(":")[2])

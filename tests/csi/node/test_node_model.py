@@ -1,8 +1,8 @@
 """A node under any order of calls, kills, roll-outs, reboots and rotated keys, against a model.
 
-Three pods use the volumes of two identities. Whatever has happened, publishing
-(again) ends with the right bytes readable; no pod ever reads the other
-identity's; no object is lost; and when all have gone, nothing is left.
+Three pods of different fsGroups use the volumes of two identities. Whatever has happened,
+publishing (again) ends with the right bytes readable, shown with the pod's group; no pod ever reads
+the other identity's; no object is lost; and when all have gone, nothing is left.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,15 @@ from hypothesis.stateful import (
 from hypothesis.strategies import sampled_from
 
 from tests.support.csi.daemons import DaemonsProcess
-from tests.support.csi.node import Node, running_node, until_final
+from tests.support.csi.node import Node, capability, running_node, until_final
 from tests.support.csi.rights import allow, reboot, retire
 from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
 
-PODS = ("pod-0", "pod-1", "pod-2")
+# With their groups.
+PODS = {"pod-0": 2000, "pod-1": 2001, "pod-2": 2002}
 IDENTITIES = ("x", "y")
 
 
@@ -68,7 +69,7 @@ class NodeModel(RuleBasedStateMachine):
     def new_keys(self, name: str) -> dict[str, str]:
         return allow(self.s3, f"{name}{self.generations[name]}", self.data.name, f"{name}/")
 
-    @rule(pod=sampled_from(PODS), name=sampled_from(IDENTITIES))
+    @rule(pod=sampled_from(tuple(PODS)), name=sampled_from(IDENTITIES))
     def publish(self, pod: str, name: str) -> None:
         name = self.used.setdefault(pod, name)
         target = self.node.target(pod)
@@ -80,13 +81,15 @@ class NodeModel(RuleBasedStateMachine):
             bucket=self.data.name,
             prefix=name,
             metadataTtl="0s",
+            cap=capability(group=str(PODS[pod])),
         )
         wanted = f"of {name}"
         assert read(target) in (wanted, "", "denied")  # never another's
         until(lambda: read(target) == wanted, f"{pod} reads")
+        assert (target / "hello").stat().st_gid == PODS[pod]
 
     @precondition(lambda self: self.used)
-    @rule(pod=sampled_from(PODS))
+    @rule(pod=sampled_from(tuple(PODS)))
     def unpublish(self, pod: str) -> None:
         name = self.used.pop(pod, IDENTITIES[0])
         until_final(self.node.unpublish, f"volume-{name}", self.node.target(pod))
