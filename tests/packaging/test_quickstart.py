@@ -222,7 +222,7 @@ def test_policies_name_the_permissions_of_every_request() -> None:
 @pytest.mark.parametrize("name", ["minio", "ceph"])
 def test_the_policy_lets_out_the_store(name: str, tmp_path: Path) -> None:
     documents = chart(**values_of(*CHARTS[name]))
-    known = stores.read_stores(stores_file(documents, tmp_path)).named("on-premises")
+    known = stores.read_stores(stores_file(documents, tmp_path)).choose("on-premises")
     assert known.endpoint_url is not None
     assert lets_out(find(documents, "NetworkPolicy"), known.endpoint_url)
     assert known.endpoint_url in DOCUMENT.read_text()

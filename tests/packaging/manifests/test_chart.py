@@ -348,7 +348,7 @@ def test_pools_have_their_own_caches_and_flags(tmp_path: Path) -> None:
 def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     given = {**MINIO, "audience": 'odd "audience" <'}
     documents = chart(stores={"minio": {**MINIO, "region": "eu-west-9"}})
-    known = stores.read_stores(stores_file(documents, tmp_path)).named("minio")
+    known = stores.read_stores(stores_file(documents, tmp_path)).choose("minio")
     assert (known.endpoint_url, known.region) == (MINIO["endpoint-url"], "eu-west-9")
     odd = find(chart(stores={"minio": given}), "ConfigMap", "fusefs-csi-stores")
     assert tomllib.loads(odd["data"]["stores.toml"])["stores"]["minio"] == given

@@ -254,19 +254,19 @@ def test_the_file_of_stores_shows_a_store_that_can_be_read(tmp_path: Path) -> No
     certificates = Path(__file__)  # any file that is there
     example = re.sub(r"^# ?", "", example, flags=re.MULTILINE)
     path.write_text(example.replace("/etc/fusefs-csi/minio-ca.pem", str(certificates)))
-    assert stores.read_stores(path).named("minio").endpoint_url
+    assert stores.read_stores(path).choose("minio").endpoint_url
 
 
 def test_tokens_are_for_the_audience_that_aws_expects() -> None:
     [request] = find(render(MANIFESTS / "overlays/aws"), "CSIDriver")["spec"]["tokenRequests"]
-    assert request["audience"] == stores.read_stores(None).named("aws").audience
+    assert request["audience"] == stores.read_stores(None).choose("aws").audience
     assert request["expirationSeconds"] >= 600
 
 
 def test_pods_have_tokens_for_the_agent_of_pod_identity() -> None:
     documents = render(MANIFESTS / "overlays/aws-pod-identity")
     requests = find(documents, "CSIDriver")["spec"]["tokenRequests"]
-    aws = stores.read_stores(None).named("aws")
+    aws = stores.read_stores(None).choose("aws")
     assert [each["audience"] for each in requests] == [aws.audience, POD_IDENTITY_AUDIENCE]
     [policy] = policies(documents)
     way = policy["spec"]["egress"][-1]

@@ -82,7 +82,7 @@ def check_keys(documents: list[Object], stores_toml: Path) -> None:
             assert secret in role["rules"][0]["resourceNames"]
             assert parameters[f"csi.storage.k8s.io/{use}-secret-namespace"] == "fusefs-csi"
         assert parameters["csi.storage.k8s.io/node-publish-secret-namespace"] == "${pvc.namespace}"
-        store = known.named(parameters["store"])
+        store = known.choose(parameters["store"])
         assert store.endpoint_url is not None
 
 
