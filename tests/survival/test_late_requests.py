@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mount, Mounter, metadata
 from tests.support.programs import WRITABLE
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Hold
-from tests.support.survival.late_rows import FENCED, ROWS, Row
+from tests.support.survival.late_rows import FENCED, ROWS, Row, act
 from tests.support.survival.surviving import kill_everything, kill_serving
 from tests.support.waiting import until
 
@@ -50,11 +50,10 @@ def found(bucket: Bucket, row: Row) -> dict[str, bytes]:
 def is_right(bucket: Bucket, row: Row) -> bool:
     if found(bucket, row) != row.expected:
         return False
-    if row.mode is None:
-        return True
-    name, mode = row.mode
-    head = bucket.client.head_object(Bucket=bucket.name, Key=f"{row.name}/{name}")
-    return int(head["Metadata"]["mode"]) & 0o777 == mode
+    return all(
+        int(metadata(bucket, f"{row.name}/{key}")["mode"]) & 0o777 == mode
+        for key, mode in row.modes.items()
+    )
 
 
 class Rows:
@@ -65,7 +64,7 @@ class Rows:
         self.mount = mount
         for row in ROWS:
             (mount.path / row.name).mkdir()
-            row.before(self.directory(row))
+            act(self.directory(row), row.before)
         self.holds = {row.name: hold_for(faulty, row, hangs_up=hangs_up) for row in ROWS}
 
     def directory(self, row: Row) -> Path:
@@ -73,7 +72,7 @@ class Rows:
 
     def begin(self, pool: ThreadPoolExecutor) -> list[Future[object]]:
         """Have all programs send what is held back."""
-        changes = [pool.submit(row.change, self.directory(row)) for row in ROWS]
+        changes = [pool.submit(act, self.directory(row), row.change) for row in ROWS]
         for row in ROWS:
             until(lambda row=row: bool(self.holds[row.name].held), f"{row.name}: nothing is held")
         return changes
@@ -82,7 +81,7 @@ class Rows:
         """Have all the rest acknowledged, and then the late requests executed."""
         for row, change in zip(ROWS, changes, strict=True):
             assert change.exception(LIMIT_S) is None, row.name
-        list(pool.map(lambda row: row.then(self.directory(row)), ROWS))
+        list(pool.map(lambda row: act(self.directory(row), row.then), ROWS))
         for row in ROWS:
             assert is_right(self.bucket, row), (row.name, found(self.bucket, row))
         for row in ROWS:
@@ -208,7 +207,7 @@ def test_a_daemon_that_dies_after_a_change_of_an_uncertain_key_loses_nothing(
 ) -> None:
     """The content is on the local disk before the change is acknowledged."""
     mount = late_mount(mounter, faulty, "off")
-    names = [f"file-{number}" for number in range(8)]
+    names = [f"file-{number}" for number in range(4)]
     holds = [faulty.hold("PUT", name, hangs_up=True) for name in names]
     for name in names:
         (mount.path / name).write_bytes(b"first of " + name.encode())

@@ -1,19 +1,46 @@
 """What programs do while one request of theirs is held back, and what the bucket has to have then.
 
-A row has its own directory. `change` is what sends the request that is held
-back, `then` what is acknowledged after it, before that request is executed.
+A row has its own directory, from which its names and keys count. `change` sends the request that
+is held back; `then` is acknowledged after it, before that request is executed. The bucket has
+KEY=CONTENT then, with :MODE where that counts. `-` is nothing.
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-V1, V2, V3 = b"first content", b"second content", b"third content"
 # Sent in parts.
 LARGE = bytes(range(256)) * (9 << 12)
-
-Step = Callable[[Path], object]
+CONTENTS = {"": b"", "1": b"first content", "2": b"second content", "L": LARGE, "LL": 2 * LARGE}
+# Where the store honours conditions the late requests of the rows with a star have no effect at
+# all. The others make or remove what has the ETag that is expected, or bring back what was deleted.
+TABLE = """
+  name                      held back      before     change        then        in the bucket
+* put-then-put              PUT a          -          put a 1       put a 2     a=2
+  put-then-unlink           PUT a          -          put a 1       unlink a    -
+  put-then-rename           PUT a          -          put a 1       rename a b  b=1
+  save-by-rename            PUT tmp        put a 1    put tmp 2     rename tmp a  a=2
+* put-then-renamed-over     PUT a          put b 2    put a 1       rename b a  a=2
+* rename-copy-then-put      COPY b         put a 1    rename a b    put b 2     b=2
+* rename-copy-equal-source  COPY b         put a 1    rename a b    put b 2, put a 1  a=1 b=2
+* rename-delete-then-made   DELETE a       put a 1    rename a b    put a 2     a=2 b=1
+* unlink-then-made          DELETE a       put a 1    unlink a      put a 2     a=2
+  unlink-then-made-equal    DELETE a       put a 1    unlink a      put a 1     a=1
+* large-complete            COMPLETE a     -          put a L       put a 2     a=2
+* large-part                PART a         -          put a L       put a 2     a=2
+* large-part-copy           PART COPY a    put a LL   edit a        put a 2     a=2
+* put-then-large            PUT a          -          put a 1       put a L     a=L
+  chmod-then-chmod          COPY a         put a 1    chmod a 600   chmod a 640  a=1:640
+* chmod-then-put            COPY a         put a 1    chmod a 600   put a 2     a=2:600
+  mkdir-then-rmdir          PUT d/         -          mkdir d       rmdir d     -
+  rmdir-then-mkdir          DELETE d/      mkdir d    rmdir d       mkdir d     d/=
+* tree-copy-then-put        COPY e/a       put d/a 1  rename d e    put e/a 2   e/= e/a=2
+* tree-deletes-then-made    DELETE MANY *  put d/a 1  rename d e    put d/a 2   d/= d/a=2 e/= e/a=1
+  lock-then-unlink          PUT a          -          lock a        unlink a    -
+  symlink-then-unlink       PUT a          -          symlink a to  unlink a    -
+"""
 
 
 @dataclass(frozen=True)
@@ -23,223 +50,62 @@ class Row:
     name: str
     operation: str
     key: str
-    change: Step
-    then: Step
+    before: str
+    change: str
+    then: str
     expected: dict[str, bytes]
-    before: Step = lambda _directory: None
-    mode: tuple[str, int] | None = None
+    modes: dict[str, int]
 
 
-def _write(name: str, data: bytes) -> Step:
-    def act(directory: Path) -> None:
-        (directory / name).write_bytes(data)
-
-    return act
-
-
-def _rename(old: str, new: str) -> Step:
-    return lambda directory: os.rename(directory / old, directory / new)
+def act(directory: Path, steps: str) -> None:
+    """Make the calls of a column, one after the other."""
+    for step in steps.split(", ") if steps != "-" else []:
+        call, name, *more = step.split()
+        CALLS[call](directory / name, *more)
 
 
-def _unlink(name: str) -> Step:
-    return lambda directory: os.unlink(directory / name)
+def _put(path: Path, content: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(CONTENTS[content])
 
 
-def _mkdir(name: str) -> Step:
-    return lambda directory: os.mkdir(directory / name)
+def _edit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"edited")
 
 
-def _rmdir(name: str) -> Step:
-    return lambda directory: os.rmdir(directory / name)
+def _chmod(path: Path, mode: str) -> None:
+    path.chmod(int(mode, 8))
+    # Attributes are sent a second later, or when a program waits for them.
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
-def _chmod(name: str, mode: int) -> Step:
-    def act(directory: Path) -> None:
-        os.chmod(directory / name, mode)
-        # Attributes are sent a second later, or when a program waits for them.
-        fd = os.open(directory / name, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    return act
-
-
-def _lock(name: str) -> Step:
-    def act(directory: Path) -> None:
-        os.close(os.open(directory / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-
-    return act
-
-
-def _edit(name: str) -> Step:
-    def act(directory: Path) -> None:
-        with (directory / name).open("r+b") as file:
-            file.write(b"edited")
-
-    return act
-
-
-def _each(*steps: Step) -> Step:
-    def act(directory: Path) -> None:
-        for step in steps:
-            step(directory)
-
-    return act
-
-
-# Where the store honours conditions these late requests have no effect at all. The others
-# make or remove what has the ETag that is expected, or bring back what was deleted.
-FENCED = {
-    "put-then-put",
-    "put-then-renamed-over",
-    "rename-copy-then-put",
-    "rename-copy-and-equal-source",
-    "rename-delete-then-made",
-    "unlink-then-made",
-    "put-then-large",
-    "chmod-then-put",
-    "tree-copy-then-put",
-    "tree-deletes-then-made",
-    "large-complete",
-    "large-part",
-    "large-part-copy",
+CALLS: dict[str, Callable[..., object]] = {
+    "put": _put,
+    "edit": _edit,
+    "chmod": _chmod,
+    "lock": lambda path: path.touch(exist_ok=False),  # O_EXCL
+    "mkdir": Path.mkdir,
+    "rename": lambda path, to: path.rename(path.with_name(to)),
+    "rmdir": Path.rmdir,
+    "symlink": Path.symlink_to,
+    "unlink": Path.unlink,
 }
-ROWS = [
-    Row("put-then-put", "PUT", "a", _write("a", V1), _write("a", V2), {"a": V2}),
-    Row("put-then-unlink", "PUT", "a", _write("a", V1), _unlink("a"), {}),
-    Row("put-then-rename", "PUT", "a", _write("a", V1), _rename("a", "b"), {"b": V1}),
-    Row(
-        "save-by-rename",
-        "PUT",
-        "tmp",
-        _write("tmp", V2),
-        _rename("tmp", "a"),
-        {"a": V2},
-        before=_write("a", V1),
-    ),
-    Row(
-        "put-then-renamed-over",
-        "PUT",
-        "a",
-        _write("a", V1),
-        _rename("b", "a"),
-        {"a": V2},
-        before=_write("b", V2),
-    ),
-    Row(
-        "rename-copy-then-put",
-        "COPY",
-        "b",
-        _rename("a", "b"),
-        _write("b", V2),
-        {"b": V2},
-        before=_write("a", V1),
-    ),
-    Row(
-        "rename-copy-and-equal-source",
-        "COPY",
-        "b",
-        _rename("a", "b"),
-        _each(_write("b", V2), _write("a", V1)),
-        {"a": V1, "b": V2},
-        before=_write("a", V1),
-    ),
-    Row(
-        "rename-delete-then-made",
-        "DELETE",
-        "a",
-        _rename("a", "b"),
-        _write("a", V2),
-        {"a": V2, "b": V1},
-        before=_write("a", V1),
-    ),
-    Row(
-        "unlink-then-made",
-        "DELETE",
-        "a",
-        _unlink("a"),
-        _write("a", V2),
-        {"a": V2},
-        before=_write("a", V1),
-    ),
-    Row(
-        "unlink-then-made-equal",
-        "DELETE",
-        "a",
-        _unlink("a"),
-        _write("a", V1),
-        {"a": V1},
-        before=_write("a", V1),
-    ),
-    Row("large-complete", "COMPLETE", "a", _write("a", LARGE), _write("a", V2), {"a": V2}),
-    Row("large-part", "PART", "a", _write("a", LARGE), _write("a", V2), {"a": V2}),
-    Row(
-        "large-part-copy",
-        "PART COPY",
-        "a",
-        _edit("a"),
-        _write("a", V2),
-        {"a": V2},
-        before=_write("a", 2 * LARGE),
-    ),
-    Row("put-then-large", "PUT", "a", _write("a", V1), _write("a", LARGE), {"a": LARGE}),
-    Row(
-        "chmod-then-chmod",
-        "COPY",
-        "a",
-        _chmod("a", 0o600),
-        _chmod("a", 0o640),
-        {"a": V1},
-        before=_write("a", V1),
-        mode=("a", 0o640),
-    ),
-    Row(
-        "chmod-then-put",
-        "COPY",
-        "a",
-        _chmod("a", 0o600),
-        _write("a", V2),
-        {"a": V2},
-        before=_write("a", V1),
-        mode=("a", 0o600),
-    ),
-    Row("mkdir-then-rmdir", "PUT", "d/", _mkdir("d"), _rmdir("d"), {}),
-    Row(
-        "rmdir-then-mkdir",
-        "DELETE",
-        "d/",
-        _rmdir("d"),
-        _mkdir("d"),
-        {"d/": b""},
-        before=_mkdir("d"),
-    ),
-    Row(
-        "tree-copy-then-put",
-        "COPY",
-        "e/a",
-        _rename("d", "e"),
-        _write("e/a", V2),
-        {"e/": b"", "e/a": V2},
-        before=_each(_mkdir("d"), _write("d/a", V1)),
-    ),
-    Row(
-        "tree-deletes-then-made",
-        "DELETE MANY",
-        "*",
-        _rename("d", "e"),
-        _each(_mkdir("d"), _write("d/a", V2)),
-        {"d/": b"", "d/a": V2, "e/": b"", "e/a": V1},
-        before=_each(_mkdir("d"), _write("d/a", V1)),
-    ),
-    Row("lock-then-unlink", "PUT", "a", _lock("a"), _unlink("a"), {}),
-    Row(
-        "symlink-then-unlink",
-        "PUT",
-        "a",
-        lambda directory: os.symlink("to", directory / "a"),
-        _unlink("a"),
-        {},
-    ),
-]
+
+
+def _row(line: str) -> Row:
+    name, held, before, change, then, bucket = re.split("  +", line)
+    operation, _, key = held.rpartition(" ")
+    found = re.findall(r"(\S+)=(\w*)(?::(\w+))?", bucket)
+    expected = {key: CONTENTS[content] for key, content, _ in found}
+    modes = {key: int(mode, 8) for key, _, mode in found if mode}
+    return Row(name, operation, key, before, change, then, expected, modes)
+
+
+LINES = TABLE.strip("\n").splitlines()[1:]
+ROWS = [_row(line[2:]) for line in LINES]
+FENCED = {row.name for row, line in zip(ROWS, LINES, strict=True) if line[0] == "*"}
