@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import os
 import random
-import signal
 import subprocess
 import threading
 import time
@@ -232,16 +231,3 @@ def turned_read_only(mount: Mount) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", objects], check=True)
-
-
-def test_a_signal_while_reading_ends_without_a_traceback(bucket: Bucket, mounter: Mounter) -> None:
-    objects = put_many(bucket, 4, 6 * MIB)
-    one = mounter()
-    pid = one.pid
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(check_all, one, objects)
-        os.kill(pid, signal.SIGTERM)
-        with contextlib.suppress(OSError):  # not yet open when the mount was detached
-            reading.result(LIMIT_S)
-    until(lambda: registry.start_time(pid) is None, "the daemon is gone")
-    assert "Traceback" not in one.log.read_text()

@@ -105,6 +105,7 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
         assert len(file.read()) == 3 * MIB
         assert registry.start_time(pid) is not None
     until(lambda: nothing_is_left(one, pid), "nothing is left")
+    assert "Traceback" not in one.log.read_text()
 
 
 def test_force_ends_a_stopped_daemon_and_its_reader(bucket: Bucket, mounter: Mounter) -> None:

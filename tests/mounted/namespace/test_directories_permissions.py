@@ -120,6 +120,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@states("On a read-only mount every change is refused with EROFS.")
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_erofs(tree: Mount, change: str) -> None:
     with pytest.raises(OSError, match="Read-only file system") as caught:

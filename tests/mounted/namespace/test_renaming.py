@@ -1,10 +1,7 @@
 """Renames on a mount: what the kernel has open or cached goes along, and kills do no harm."""
 
-import json
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import content
-from tests.support.survival.surviving import keeper_status, kill_serving
+from tests.support.survival.surviving import kill_everything, kill_serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.root
@@ -118,27 +115,32 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
     assert len(made) < 1.8 * len(expected), "what was copied was copied again"
 
 
-def test_the_next_mount_finishes_a_rename(
+@states(
+    "It waits as well for renames of directories there that are not finished, also those that an"
+    " earlier mount had begun."
+)
+def test_the_next_mount_finishes_a_rename_and_sync_waits_for_it(
     mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
     """As after a crash of the machine: no program requests it again."""
     faulty.clear()
-    for number in range(10):
-        bucket.put(f"old/{number}", b"%d" % number)
+    names = sorted(map(str, range(50)))
+    for name in names:
+        bucket.put(f"old/{name}", name.encode())
     mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
     pause = faulty.add("COPY", "new/5", times=1, stall=True)
     renaming = threading.Thread(target=rename_or_fail, args=(mount.path, "old", "new"), daemon=True)
     renaming.start()
     until(lambda: pause.used > 0, "nothing is copied")
-    for who in ("pid", "daemon"):
-        os.kill(keeper_status(mount)[who], signal.SIGKILL)
+    kill_everything(mount)
     mount.force()
     pause.release()
     renaming.join(60)
     mount.start()
-    until(lambda: keys(bucket, "old/") == [], "the rename is not finished")
-    assert keys(bucket, "") == [f"new/{number}" for number in range(10)]
-    until(lambda: not mount.status()["writing"]["renames"], "it is still on record")
+    fusefs("sync", mount.path)
+    assert keys(bucket, "old/") == []
+    assert keys(bucket, "new/") == [f"new/{name}" for name in names]
+    assert not mount.status()["writing"]["renames"]
     assert sorted(os.listdir(mount.path)) == ["new"]
 
 
@@ -147,54 +149,3 @@ def rename_or_fail(root: Path, old: str, new: str) -> None:
         os.rename(root / old, root / new)
     except OSError:
         return
-
-
-@states(
-    "It waits as well for renames of directories there that are not finished, also those that an"
-    " earlier mount had begun."
-)
-def test_sync_waits_for_the_rename_that_an_earlier_mount_had_begun(
-    bucket: Bucket, mounter: Mounter
-) -> None:
-    names = [str(number) for number in range(50)]
-    for name in names:
-        bucket.put(f"old/{name}", b"x")
-    mount = mounter(*OPTIONS)
-    mount.end()
-    (renames,) = mount.cache.glob("mounts/*/renames")
-    record = {
-        "format": 2,
-        "mount": "1",
-        "source": f"{bucket.server.endpoint_url}/{bucket.name}",
-        "old": "old/",
-        "new": "new/",
-        "phase": "copying",
-        "has_replaced": False,
-        "until_ns": None,
-        "is_switching": False,
-    }
-    (renames / f"{time.time_ns()}.json").write_text(json.dumps(record))
-    mount.start()
-    fusefs("sync", mount.path)
-    assert keys(bucket, "old/") == []
-    assert keys(bucket, "new/") == [f"new/{name}" for name in sorted(names)]
-    assert list(renames.iterdir()) == []
-
-
-def test_a_mount_that_deletes_nothing_refuses_what_would_lose_something(
-    mounter: Callable[..., Mount], bucket: Bucket
-) -> None:
-    bucket.put("a", b"a")
-    bucket.put("b", b"b")
-    path = mounter(*OPTIONS, "--no-delete").path
-    for refused in (
-        lambda: os.unlink(path / "a"),
-        lambda: os.rename(path / "a", path / "b"),
-        lambda: os.truncate(path / "a", 0),
-        lambda: os.open(path / "a", os.O_RDWR),
-    ):
-        with pytest.raises(PermissionError):
-            refused()
-    (path / "tmp").write_bytes(b"new")
-    os.rename(path / "tmp", path / "final")
-    assert keys(bucket, "") == ["a", "b", "final"]

@@ -264,11 +264,6 @@ def _outcome(path: Path) -> bytes | int | None:
         return error.errno
 
 
-def test_direct_and_buffered_reads_of_one_file_agree(world: World) -> None:
-    with world.big.open("rb", buffering=0) as file:
-        assert _direct(world.big, MIB, MIB) == os.pread(file.fileno(), MIB, MIB)
-
-
 def test_reading_does_not_wait_for_a_reader_elsewhere_in_the_file(world: World) -> None:
     """One descriptor at the start and one at the end of a file that is not there yet."""
     name = f"two-ends-{world.kind}"

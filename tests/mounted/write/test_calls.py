@@ -1,6 +1,5 @@
 """The less usual calls on files that are written: mappings, O_DIRECT, holes, kernel copies."""
 
-import ctypes
 import errno
 import mmap
 import os
@@ -11,11 +10,9 @@ import pytest
 from fusefs.linux.libc import allocate
 from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, keys, stored
-from tests.support.waiting import until
+from tests.support.servers.buckets import Bucket, stored
 
 KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8, 0x10, 0x20
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +31,6 @@ def content_of(bucket: Bucket, mount: Mount, path: Path) -> bytes:
     return stored(bucket, prefix + path.name)
 
 
-def mapped_in_c(fd: int, size: int) -> int:
-    """A shared mapping whose descriptor is closed at once, as in C; Python's keep their own."""
-    _libc.mmap.restype = ctypes.c_void_p
-    address: int = _libc.mmap(None, size, mmap.PROT_WRITE, mmap.MAP_SHARED, fd, ctypes.c_long(0))
-    os.close(fd)
-    return address
-
-
 def test_what_is_stored_through_a_mapping_is_there_at_close(
     mount: Mount, path: Path, shared: Bucket
 ) -> None:
@@ -51,22 +40,6 @@ def test_what_is_stored_through_a_mapping_is_there_at_close(
         mapping[5:10] = b"store"
         os.close(fd)
         assert content_of(shared, mount, path) == bytes(5) + b"store" + bytes(9990)
-
-
-@states("What is stored through a shared mapping is uploaded at close, or after munmap.")
-def test_what_is_stored_after_the_close_is_uploaded_after_munmap(
-    mount: Mount, path: Path, shared: Bucket
-) -> None:
-    fd = os.open(path, os.O_CREAT | os.O_RDWR)
-    os.ftruncate(fd, 8192)
-    address = mapped_in_c(fd, 8192)
-    ctypes.memmove(address + 100, b"stored", 6)
-    assert not _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(8192))
-    expected = bytes(100) + b"stored" + bytes(8192 - 106)
-    key = mount.source.split("/", 3)[3] + path.name
-    until(lambda: key in keys(shared), "the file is made")
-    until(lambda: content_of(shared, mount, path) == expected, "the mapping's bytes go up")
-    assert path.read_bytes() == expected
 
 
 def test_direct_writes_and_reads_are_the_same_file(

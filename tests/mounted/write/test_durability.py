@@ -319,13 +319,20 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
         with pytest.raises(PermissionError):
             os.open(mount.path / "a", flags)
     (mount.path / "directory").mkdir()
-    for call in (lambda: os.truncate(mount.path / "a", 1), (mount.path / "directory").rmdir):
+    (mount.path / "tmp").write_bytes(b"final")
+    (mount.path / "tmp").rename(mount.path / "final")
+    for call in (
+        lambda: os.truncate(mount.path / "a", 1),
+        (mount.path / "directory").rmdir,
+        (mount.path / "a").unlink,
+        lambda: (mount.path / "final").rename(mount.path / "a"),
+    ):
         with pytest.raises(PermissionError):
             call()
     with open(mount.path / "b", "xb", buffering=0) as file:
         file.write(b"newer")
         file.truncate(3)
-    assert (stored(bucket, "a"), stored(bucket, "b")) == (b"old", b"new")
+    assert [stored(bucket, name) for name in ("a", "b", "final")] == [b"old", b"new", b"final"]
 
 
 @states(

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -179,21 +178,6 @@ def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
         assert file.read(100) == content[:100]
     assert stored(bucket, "big") == content
     assert (mount.path / "big").read_bytes() == content
-
-
-FAULTS: list[tuple[str, dict[str, Any]]] = [
-    ("PUT", {"code": "SlowDown"}),
-    ("PUT", {"cut_request_after": 1000}),
-    ("PUT", {"lose_answer": True}),
-    ("PUT", {"corrupt": True}),
-    ("BEGIN", {"code": "InternalError"}),
-    ("PART", {"code": "SlowDown"}),
-    ("PART", {"cut_request_after": 100_000}),
-    ("PART", {"lose_answer": True}),
-    ("PART", {"corrupt": True}),
-    ("COMPLETE", {"code": "InternalError", "status": 200}),
-    ("COMPLETE", {"lose_answer": True}),
-]
 
 
 @states(

@@ -106,7 +106,6 @@ class Disks(RuleBasedStateMachine):
     scratch: Path
     has_attributes: bool
     numbers = itertools.count()
-    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +118,6 @@ class Disks(RuleBasedStateMachine):
 
     def both(self, call: Callable[[Path], object], *paths: str) -> None:
         """Do something on both, and look at the names that it may have changed."""
-        Disks.steps += 1
         before = self.numbers_of(paths)
         expected, got = outcome(call, self.plain), outcome(call, self.mounted)
         assert got == expected
@@ -225,10 +223,7 @@ class Disks(RuleBasedStateMachine):
 
     @rule(path=PATHS, mode=MODES)
     def change_mode(self, path: str, mode: int) -> None:
-        def act(root: Path) -> None:
-            os.chmod(root / path, mode)
-
-        self.both(act, path)
+        self.both(lambda root: os.chmod(root / path, mode), path)
 
     @rule(path=PATHS, uid=st.sampled_from([-1, 0, 12]), gid=st.sampled_from([-1, 0, 34]))
     def change_owner(self, path: str, uid: int, gid: int) -> None:
@@ -274,7 +269,6 @@ class Disks(RuleBasedStateMachine):
         if not isinstance(fds[0], int) or not isinstance(fds[1], int):
             assert fds[0] == fds[1], path
             return
-        Disks.steps += 1
         if os.path.isdir(self.plain / path):
             for fd in fds:
                 os.close(fd)
@@ -317,7 +311,6 @@ class Disks(RuleBasedStateMachine):
             self.compare_handles(one.plain)
 
     def both_open(self, number: int, call: Callable[[int], object]) -> None:
-        Disks.steps += 1
         one = self.open[number % len(self.open)]
         expected = outcome(lambda _: call(one.plain), self.plain)
         got = outcome(lambda _: call(one.mounted), self.mounted)

@@ -293,31 +293,6 @@ def save_rank(folder: Path, rank: int, records: list[bytes]) -> None:
     os.close(fd)
 
 
-def test_a_model_is_saved_under_a_temporary_name_and_replaces_the_last(
-    mount: Mount, shared: Bucket
-) -> None:
-    folder = mount.path / "torch"
-    folder.mkdir()
-    for seed in range(3):
-        torch_save(folder / "last.pt", tensors(seed))
-        assert read_torch(folder / "last.pt") == tensors(seed)
-    check_what_is_left(mount, shared, "torch")
-    assert os.listdir(folder) == ["last.pt"]
-    assert read_torch(folder / "last.pt") == tensors(2)
-
-
-def test_safetensors_renames_a_file_that_it_has_open(mount: Mount, shared: Bucket) -> None:
-    folder = mount.path / "safetensors"
-    folder.mkdir()
-    for seed in range(3):
-        save_safetensors(folder / "model.safetensors", tensors(seed))
-        os.chmod(folder / "model.safetensors", 0o644)
-        assert (folder / "model.safetensors").read_bytes() == b"".join(tensors(seed))
-    left = check_what_is_left(mount, shared, "safetensors")
-    assert list(left) == ["model.safetensors"]
-    assert left["model.safetensors"].mode == 0o644
-
-
 def test_checkpoints_are_renamed_when_they_are_whole_and_the_oldest_deleted(
     mount: Mount, shared: Bucket
 ) -> None:
@@ -333,11 +308,23 @@ def test_checkpoints_are_renamed_when_they_are_whole_and_the_oldest_deleted(
         for old in sorted(root.glob("checkpoint-*"))[:-2]:
             shutil.rmtree(old)
         assert read_torch(root / f"checkpoint-{step}" / "optimizer.pt") == tensors(step)
+        # And what replaces the last one.
+        torch_save(root / "last.pt", tensors(step))
+        assert read_torch(root / "last.pt") == tensors(step)
+        save_safetensors(root / "last.safetensors", tensors(step))
+        os.chmod(root / "last.safetensors", 0o644)
+        assert (root / "last.safetensors").read_bytes() == b"".join(tensors(step))
     left = check_what_is_left(mount, shared, "rotation")
     names = ("model.safetensors", "optimizer.pt", "state.json")
     assert {path for path in left if "/" in path} == {
         f"checkpoint-{step}/{name}" for step in (3, 4) for name in names
     }
+    assert {path for path in left if "." in path and "/" not in path} == {
+        "last.pt",
+        "last.safetensors",
+    }
+    assert left["last.safetensors"].mode == 0o644
+    assert read_torch(root / "last.pt") == tensors(4)
     assert (root / "checkpoint-4" / "state.json").read_text() == '{"step": 4}'
 
 

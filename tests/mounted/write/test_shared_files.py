@@ -191,6 +191,7 @@ def line_of(process: subprocess.Popen[bytes]) -> bytes:
     return process.stdout.readline()
 
 
+@states("What is stored through a shared mapping is uploaded at close, or after munmap.")
 def test_a_mapping_in_c_sees_writes_and_is_uploaded_after_munmap(place: Place) -> None:
     path = place.holding(b"a" * 8192)
     reader = mapped_in_c(path, os.O_RDONLY, mmap.PROT_READ)

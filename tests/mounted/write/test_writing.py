@@ -76,16 +76,6 @@ def test_readers_see_what_is_being_written(place: Path) -> None:
         assert os.listdir(place) == ["a"]
 
 
-@pytest.mark.parametrize("size", [0, 3, 5, 100])
-def test_truncate_by_name_is_in_the_bucket_at_once(place: Path, folder: Bucket, size: int) -> None:
-    path = place / "cut"
-    path.write_bytes(b"12345")
-    os.truncate(path, size)
-    expected = b"12345"[:size].ljust(size, b"\0")
-    assert stored(folder, "cut") == expected
-    assert path.read_bytes() == expected
-
-
 @states("A file that is renamed before it was uploaded is uploaded under its new name alone.")
 def test_a_rename_before_the_close_uploads_under_the_new_name_alone(
     place: Path, folder: Bucket
@@ -242,19 +232,3 @@ def test_open_files_are_written_on_when_the_daemon_is_killed(
     assert stored(folder, "checkpoint") == expected
     assert (place / "checkpoint").read_bytes() == expected
     until(lambda: keeper_status(mount)["pause_s"] == 0.0, "no daemon serves")
-
-
-@states("On a read-only mount every change is refused with EROFS.")
-def test_everything_is_refused_on_a_read_only_mount(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("a", b"x")
-    mount = mounter()
-    for call in (
-        lambda: os.open(mount.path / "a", os.O_WRONLY),
-        lambda: os.open(mount.path / "b", os.O_CREAT | os.O_WRONLY),
-        lambda: os.unlink(mount.path / "a"),
-        lambda: os.mkdir(mount.path / "c"),
-        lambda: os.rename(mount.path / "a", mount.path / "b"),
-        lambda: os.chmod(mount.path / "a", 0o600),
-    ):
-        with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
-            call()
