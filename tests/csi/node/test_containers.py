@@ -133,9 +133,9 @@ def test_containers_always_read_whatever_dies_or_is_replaced(
 
 
 @pytest.fixture
-def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in OLD_KERNEL.items():
-        monkeypatch.setenv(name, value)
+def old_kernel(running: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{running.environment['PYTHONPATH']}:{OLD_KERNEL['PYTHONPATH']}"
+    monkeypatch.setitem(running.environment, "PYTHONPATH", path)
 
 
 @pytest.mark.usefixtures("old_kernel")
