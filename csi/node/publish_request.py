@@ -16,7 +16,6 @@ from pathlib import Path
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2
 from csi.node.bind_mount import MountTable
-from csi.node.mount_record import MountRecord
 from csi.volume.capabilities import Mode, check_capability, is_read_only
 from csi.volume.location import LOCATION_KEYS, own, without_location
 from fusefs.launch.registry import resolve as resolve_path
@@ -69,11 +68,9 @@ class PublishRequest:
             [self.volume_id, self.fs_group, self.location, self.attributes], sort_keys=True
         )
 
-    def with_group_of(self, record: MountRecord) -> PublishRequest:
-        """The same request with the mount's fsGroup, because pods of all fsGroups share a mount."""
-        if self.fs_group is None or record.fs_group is None:
-            return self
-        return replace(self, fs_group=record.fs_group)
+    def with_group(self, group: int | None) -> PublishRequest:
+        """The same request with another fsGroup, if both are given."""
+        return self if None in (self.fs_group, group) else replace(self, fs_group=group)
 
 
 def read_request(

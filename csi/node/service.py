@@ -35,7 +35,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import CacheDomains
 from csi.identities.cache_gc import CacheCollector
-from csi.identities.cluster_caches import CacheSecrets, ClusterCacheConfig
+from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount
@@ -70,7 +70,6 @@ from csi.volume.stores import Stores
 from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch.registry import use_runtime_directory
-from fusefs.settings.mount import Layer
 
 __all__ = ["NodeService", "add_flags", "make_service"]
 
@@ -219,9 +218,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return False  # the mount had died and was made anew
         root = table.top(Path(record.root))
         is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
-        is_same = top.is_idmapped == (publish.fs_group != record.fs_group)
-        is_same = is_same and publish.with_group_of(record).arguments == record.arguments
-        if not is_same or top.is_read_only != is_read_only:
+        is_same = publish.with_group(record.fs_group).arguments == record.arguments
+        is_swapped = publish.fs_group != record.fs_group
+        if not is_same or top.is_idmapped != is_swapped or top.is_read_only != is_read_only:
             raise AlreadyExistsError(f"{publish.target}: published with other arguments")
         self._renew_credentials(request, publish, record)
         return self._mounts.is_alive(record, table) or self._mounts.resume(record, ends)
@@ -333,12 +332,26 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             cluster_cache = self._configuration.cluster_caches.of(
                 options.cache_domain, is_inline=publish.is_inline
             )
+        layer = mount_layer(
+            options,
+            location,
+            self._configuration.shares,
+            cluster_cache.settings if cluster_cache else {},
+            is_read_only=publish.is_reader_mode,
+            fs_group=publish.fs_group,
+        )
+        name = self._domain_name(identity, location, options)
+        arguments = publish.with_group(0).arguments  # pods of all fsGroups share a mount
+        own = {"gid"} if publish.fs_group is not None else set()
+        texts = sorted(f"{setting}={layer[setting].text}" for setting in layer.keys() - own)
         cache_secrets = cluster_cache.secrets() if cluster_cache else None
-        layers = self._layers(publish, identity, location, options, cluster_cache, cache_secrets)
-        known = next(filter(None, map(self._mounts.records.read, layers)), None)
+        if cache_secrets is not None:
+            # A mount keeps its first secrets, so other secrets need another mount.
+            texts.append(cache_secrets.proof)
+        key = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
+        known = self._mounts.records.read(key)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
-        key, layer = next(iter(layers.items()))
         self._warmups.forget(key)  # an earlier mount's
         location.store.check_address()
         with (
@@ -347,7 +360,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             ),  # the reconciler may just remove what an earlier one left
             self._mounts.records.one_more(self._configuration.most_volumes),
         ):
-            domain = self._domains.claim(self._domain_name(identity, location, options))
+            domain = self._domains.claim(name)
             settings = finished(
                 layer,
                 mountpoint=os.fspath(self._mounts.root_of(key)),
@@ -372,39 +385,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             )
             self._mounts.records.write(record.key, record)
         return _Plan(identity, record, options.warm, cache_secrets)
-
-    def _layers(
-        self,
-        publish: PublishRequest,
-        identity: Identity,
-        location: Location,
-        options: Options,
-        cluster_cache: ClusterCacheConfig | None,
-        cache_secrets: CacheSecrets | None,
-    ) -> dict[str, Layer]:
-        """Return the settings of each mount that would serve the request, by the mount's key.
-
-        The first is the one to make. The others show the fsGroups of the volume's present mounts.
-        """
-        name = self._domain_name(identity, location, options)
-        present = self._mounts.records.of_volume(publish.volume_id)
-        layers: dict[str, Layer] = {}
-        for asked in (publish, *map(publish.with_group_of, present)):
-            layer = mount_layer(
-                options,
-                location,
-                self._configuration.shares,
-                cluster_cache.settings if cluster_cache else {},
-                is_read_only=publish.is_reader_mode,
-                fs_group=asked.fs_group,
-            )
-            texts = sorted(f"{setting}={given.text}" for setting, given in layer.items())
-            if cache_secrets is not None:
-                # A mount keeps its first secrets, so other secrets need another mount.
-                texts.append(cache_secrets.proof)
-            key = self._domains.name_of("mount", name, asked.arguments, *identity.proof, "", *texts)
-            layers[key] = layer
-        return layers
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
         """Return the name of the cache domain that a volume uses."""
