@@ -1,7 +1,7 @@
-"""Clients of `fusefs-csi daemons`: one for its descriptor store, one for its supervisor.
+"""The driver's client of `fusefs-csi daemons`: the daemons, and copies of the mounts' descriptors.
 
-The descriptor store has copies of the mounts' /dev/fuse descriptors, and loses them when its
-process dies. So the keepers are asked now and then to send missing copies again.
+The supervisor has copies of the mounts' /dev/fuse descriptors, and loses them when it ends. So the
+keepers are asked now and then to send missing copies again.
 """
 
 from __future__ import annotations
@@ -20,107 +20,81 @@ ANSWER_TIMEOUT_S = 2.0
 DAEMONS_LABEL = "app.kubernetes.io/name=fusefs-csi-daemons"
 
 
-class FdStoreClient:
-    """The descriptor store of the supervisor that listens on `path`."""
+class SupervisorClient:
+    """A client of the supervisor at `address`, which has the daemons of the node called `node`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = os.fspath(path)
-
-    def held(self) -> set[tuple[int, int]]:
-        """Return (mount number, connection) of each held descriptor; empty if nothing listens.
-
-        Raises:
-            ControlError: a process listens, but does not answer.
-        """
-        held = set()
-        try:
-            for mount, connection, fd in supervisor_protocol.held(self._path):
-                held.add((mount, connection))
-                os.close(fd)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return set()
-        except OSError as error:
-            raise control.ControlError(f"{self._path}: {error.strerror or error}") from error
-        return held
-
-    def has(self, root: KernelMount) -> bool:
-        """True if the store holds a descriptor of this mount; raises as `held`."""
-        return not self.lacks([root])
-
-    def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
-        """Return the mounts whose descriptors the store does not hold; raises as `held`."""
-        held = self.held() if roots else set()
-        return [root for root in roots if _name(root) not in held]
-
-    def bring(self, root: KernelMount) -> None:
-        """Ask the mount's keeper to send the store a copy, which follows within moments.
-
-        Raises:
-            ControlError: the keeper does not answer.
-        """
-        control.exchange(
-            registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
-        )
-
-    def drop(self, root: KernelMount) -> None:
-        """Make the store close its copy of a mount's descriptor, which may be the last one.
-
-        Raises:
-            ControlError: the store does not answer.
-        """
-        try:
-            supervisor_protocol.drop(self._path, *_name(root))
-        except OSError as error:
-            raise control.ControlError(f"{self._path}: {error.strerror or error}") from error
+    def __init__(self, address: launcher.SupervisorAddress, node: str = "") -> None:
+        self.address = address
+        self._path = os.fspath(address.socket)
+        self._node = node
 
     @property
     def is_there(self) -> bool:
-        """True if a process listens on the socket."""
+        """True if a supervisor listens on the socket."""
         with contextlib.suppress(OSError):
             supervisor_protocol.connect(self._path).close()
             return True
         return False
 
-
-def _name(root: KernelMount) -> tuple[int, int]:
-    return launcher.mount_number(root.mountpoint), root.connection
-
-
-class Daemons:
-    """The daemons that a supervisor starts for mounts."""
-
-    def __init__(self, supervisor: launcher.SupervisorAddress, node: str) -> None:
-        self.supervisor = supervisor
-        self._node = node
-
     def check(self) -> None:
         """Raise UnavailableError unless the daemons' pod, which has to start daemons, runs."""
-        if self.supervisor.is_needed:
-            try:
-                supervisor_protocol.connect(os.fspath(self.supervisor.socket)).close()
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                raise UnavailableError(
-                    f"the daemons' pod of node {self._node} does not run: nothing listens on"
-                    f" {self.supervisor.socket}. `kubectl get pods -A -l {DAEMONS_LABEL}"
-                    f" --field-selector spec.nodeName={self._node}` names it, and `kubectl"
-                    " describe` of it, or of the DaemonSet fusefs-csi-daemons, says why"
-                ) from error
+        if self.address.is_needed and not self.is_there:
+            raise UnavailableError(
+                f"the daemons' pod of node {self._node} does not run: nothing listens on"
+                f" {self._path}. `kubectl get pods -A -l {DAEMONS_LABEL}"
+                f" --field-selector spec.nodeName={self._node}` names it, and `kubectl"
+                " describe` of it, or of the DaemonSet fusefs-csi-daemons, says why"
+            )
 
-    def serve(self, root: Path, *, if_silent: bool = False) -> bool:
-        """True if a daemon serves the mount at `root`; without an answer, returns `if_silent`."""
-        path, number = os.fspath(self.supervisor.socket), launcher.mount_number(root)
+    # --- descriptors ---
+
+    def held(self) -> set[tuple[int, int]]:
+        """Return (mount number, connection) of each held descriptor; empty if nothing listens.
+
+        Raises OSError if a process listens, but does not answer.
+        """
+        held = set()
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            for mount, connection, fd in supervisor_protocol.held(self._path):
+                held.add((mount, connection))
+                os.close(fd)
+        return held
+
+    def has(self, root: KernelMount) -> bool:
+        """True if the supervisor holds a descriptor of this mount; raises as `held`."""
+        return not self.lacks([root])
+
+    def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
+        """Return the mounts whose descriptors the supervisor does not hold; raises as `held`."""
+        held = self.held() if roots else set()
+        return [root for root in roots if _name(root) not in held]
+
+    def bring(self, root: KernelMount) -> None:
+        """Ask the mount's keeper to send a copy, which follows within moments, or ControlError."""
+        control.exchange(
+            registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
+        )
+
+    def drop(self, root: KernelMount) -> None:
+        """Have the copy of a mount's descriptor closed, maybe the last one; OSError if silent."""
+        supervisor_protocol.drop(self._path, *_name(root))
+
+    # --- daemons ---
+
+    def serves(self, root: Path, *, if_silent: bool) -> bool:
+        """True if a daemon serves the mount at `root`; `if_silent` without an answer."""
         try:
-            return supervisor_protocol.count(path, number) > 0
+            return supervisor_protocol.count(self._path, launcher.mount_number(root)) > 0
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         except OSError:
             return if_silent
 
-    def may_serve(self, root: Path) -> bool:
-        """True if a daemon serves the mount, or the supervisor listens but does not answer."""
-        return self.serve(root, if_silent=True)
-
-    def end(self, root: Path) -> None:
+    def end_daemons(self, root: Path) -> None:
         """Kill the daemons of the mount at `root`."""
         with contextlib.suppress(OSError):  # then there is none
-            supervisor_protocol.end(os.fspath(self.supervisor.socket), launcher.mount_number(root))
+            supervisor_protocol.end(self._path, launcher.mount_number(root))
+
+
+def _name(root: KernelMount) -> tuple[int, int]:
+    return launcher.mount_number(root.mountpoint), root.connection

@@ -10,7 +10,6 @@ import argparse
 import fcntl
 import logging
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,8 +55,6 @@ FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
 _MOST_UIDS = 100_000
 # More mounts or inline volumes than a node can have.
 _MOST = 1_000_000
-# FUSE_NOTIFY_RESEND (include/uapi/linux/fuse.h).
-RESEND_SINCE = (6, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +139,6 @@ def check_disk(directory: Path, host_path: Path) -> None:
             f"--cache-dir {directory}: no disk is mounted at {host_path} of the host or above it,"
             " so the cache would fill the system's disk (--cache-host-path)"
         )
-
-
-def kernel_warning(release: str) -> str | None:
-    """Return a warning about roll-outs if this kernel (`uname -r`) is too old; else None."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if found is None or (int(found[1]), int(found[2])) >= RESEND_SINCE:
-        return None
-    return (
-        f"Linux {release} is older than 6.9: the end of a daemon ends its mount, and roll-outs of"
-        " the daemons need a second pod (maxSurge: 1; the component surge)"
-    )
 
 
 def _file_system(directory: Path) -> str:

@@ -87,15 +87,14 @@ class Drains:
         table = MountTable()
         if table.top(Path(record.root)) is None:
             return ""
-        if not self._mounts.is_alive(record, table) and not self._mounts.daemons.may_serve(
-            Path(record.root)
-        ):
+        is_alive = self._mounts.is_alive(record, table)
+        if not is_alive and not self._mounts.supervisor.serves(Path(record.root), if_silent=True):
             return ""
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
         """Return what `_pending` does, asking the daemon without a check that there is one."""
-        status = self._mounts.ask(record)
+        status = record.status()
         try:
             if status is not None:
                 writing = status["writing"]

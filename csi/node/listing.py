@@ -20,12 +20,9 @@ from csi.node.bind_mount import MountTable
 from csi.node.config import MOUNT_RECORDS, POD_RECORDS, RUNTIME
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
-from fusefs.launch.control import ControlError
-from fusefs.launch.mount_requests import daemon_request
 from fusefs.launch.registry import use_runtime_directory
 from fusefs.settings.types import MIB
 
-ANSWER_TIMEOUT_S = 1.0
 MOST_AT_ONCE = 32
 NO_POD = PodRecord("", "", "")
 _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
@@ -62,7 +59,11 @@ def rows_of(state: Path) -> Iterator[Row]:
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # silent daemons are not waited for in turn
         mounted = [record for record, root in found if root is not None]
         statuses = dict(
-            zip((record.key for record in mounted), pool.map(_ask, mounted), strict=True)
+            zip(
+                (record.key for record in mounted),
+                pool.map(MountRecord.status, mounted),
+                strict=True,
+            )
         )
     for record, root in found:
         status = statuses.get(record.key)
@@ -113,13 +114,6 @@ def _row(
         }
     except (KeyError, TypeError, ValueError):
         return row | {"state": "does not report its status"}
-
-
-def _ask(record: MountRecord) -> dict[str, Any] | None:
-    try:
-        return daemon_request(Path(record.root), {"command": "status"}, ANSWER_TIMEOUT_S)
-    except ControlError:
-        return None
 
 
 def _count(answer: dict[str, Any], name: str) -> int:

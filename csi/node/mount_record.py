@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from csi.errors import ResourceExhaustedError
 from csi.node.record_files import RecordFiles
+from fusefs.launch.control import ControlError
+from fusefs.launch.mount_requests import daemon_request
+
+ANSWER_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,13 @@ class MountRecord:
             # Only this setting: building all of a hundred mounts takes a tenth of a second.
             return Path(self.settings["cache_dir"])
         except (KeyError, TypeError):
+            return None
+
+    def status(self) -> dict[str, Any] | None:
+        """Return the status that the mount's daemon reports; None if it does not answer."""
+        try:
+            return daemon_request(Path(self.root), {"command": "status"}, ANSWER_TIMEOUT_S)
+        except ControlError:
             return None
 
 

@@ -20,9 +20,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from csi.daemons.client import Daemons, FdStoreClient
+from csi.daemons.client import SupervisorClient
 from csi.errors import AbortedError, CsiError, MountError, UnavailableError
 from csi.identities.credentials import CredentialFiles
 from csi.node import bind_mount
@@ -33,7 +32,6 @@ from fusefs.launch.control import ControlError
 from fusefs.launch.launcher import NotUpError, resume, start
 from fusefs.launch.mount_requests import (
     daemon_pid,
-    daemon_request,
     keeper_pid,
     keeper_request,
     keeper_status,
@@ -63,14 +61,12 @@ class Mounts:
         records: MountRecords,
         files: CredentialFiles,
         roots: Path,
-        fd_store: FdStoreClient,
-        daemons: Daemons,
+        supervisor: SupervisorClient,
     ) -> None:
         self.records = records
         self._files = files
         self._roots = roots
-        self._fd_store = fd_store
-        self.daemons = daemons
+        self.supervisor = supervisor
         # When mounts first could not be resumed, by key.
         self._stuck: dict[str, float] = {}
         # Children of this process, for which it has to wait.
@@ -119,20 +115,9 @@ class Mounts:
             if keeper_pid(root) is not None:
                 return True
             # A supervisor's daemon waits for a new keeper; other daemons run on without.
-            return daemon_pid(root) is not None and not self.daemons.serve(root)
-
-    def ask(
-        self,
-        record: MountRecord,
-        timeout_s: float = ANSWER_TIMEOUT_S,
-        *,
-        command: str = "status",
-    ) -> dict[str, Any] | None:
-        """Return the daemon's answer to a command; None if there is none within `timeout_s`."""
-        try:
-            return daemon_request(Path(record.root), {"command": command}, timeout_s)
-        except ControlError:
-            return None
+            return daemon_pid(root) is not None and not self.supervisor.serves(
+                root, if_silent=False
+            )
 
     # --- beginning ---
 
@@ -182,19 +167,17 @@ class Mounts:
 
     def _is_held(self, root: KernelMount) -> bool:
         try:
-            return self._fd_store.has(root)
-        except ControlError as error:
-            raise UnavailableError(
-                f"what the descriptor store holds is not known: {error}"
-            ) from error
+            return self.supervisor.has(root)
+        except OSError as error:
+            raise UnavailableError(f"what is held is not known: {error}") from error
 
     def _drop_if_hopeless(self, record: MountRecord, root: KernelMount) -> None:
         now = time.monotonic()
         is_stuck = now - self._stuck.setdefault(record.key, now) >= RESUME_S
-        if is_stuck and not self.daemons.may_serve(Path(record.root)):
+        if is_stuck and not self.supervisor.serves(Path(record.root), if_silent=True):
             log.error("%s is given up: it can't be resumed", record.source)
-            with contextlib.suppress(ControlError):  # the next attempt tries again
-                self._fd_store.drop(root)
+            with contextlib.suppress(OSError):  # the next attempt tries again
+                self.supervisor.drop(root)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
         """Start a mount, or resume the existing one."""
@@ -203,7 +186,7 @@ class Mounts:
             for name, text in os.environ.items()
             if not name.startswith(("AWS_", "FUSEFS"))
         }
-        self.daemons.check()
+        self.supervisor.check()
         self._reap()
         begin = resume if is_mounted else start
         try:
@@ -213,7 +196,7 @@ class Mounts:
             if not is_mounted:
                 preflight.check(settings)
             keeper = begin(
-                settings, self.daemons.supervisor, environment=environment, deadline=deadline
+                settings, self.supervisor.address, environment=environment, deadline=deadline
             )
         except NotUpError:
             raise AbortedError(
@@ -246,14 +229,14 @@ class Mounts:
         """
         table = MountTable()
         root = table.top(Path(record.root))
-        if root is None or not self._fd_store.is_there:
+        if root is None or not self.supervisor.is_there:
             return
-        is_held = self._fd_store.has(root)
+        is_held = self.supervisor.has(root)
         is_alive = self.is_alive(record, table)
         if is_alive:
             self._stuck.pop(record.key, None)
         if is_alive and not is_held:
-            self._fd_store.bring(root)
+            self.supervisor.bring(root)
         elif is_held and not is_alive:
             self.start(record, deadline)
 
@@ -263,8 +246,8 @@ class Mounts:
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
         mounted = {root: source for source, root in roots if root is not None}
         try:
-            lacking = self._fd_store.lacks(list(mounted))
-        except ControlError:
+            lacking = self.supervisor.lacks(list(mounted))
+        except OSError:
             lacking = list(mounted)
         return [mounted[root] for root in lacking]
 
@@ -305,7 +288,7 @@ class Mounts:
         """Wait for a mount's processes and the supervisor's daemons; False if `deadline` passes."""
         if not _have_ended(processes, deadline):
             return False
-        while self.daemons.may_serve(root):
+        while self.supervisor.serves(root, if_silent=True):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
@@ -346,7 +329,7 @@ class Mounts:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         if not _have_ended(processes, time.monotonic() + KILL_S):
             log.error("a killed process of a mount hangs in the kernel")
-        self.daemons.end(root)
+        self.supervisor.end_daemons(root)
 
 
 def _have_ended(processes: list[int], deadline: float) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import grpc
 
-from csi.daemons.client import Daemons, FdStoreClient
+from csi.daemons.client import SupervisorClient
 from csi.errors import (
     AlreadyExistsError,
     CsiError,
@@ -45,10 +45,8 @@ from csi.node.config import (
     POD_RECORDS,
     RUNTIME,
     NodeConfiguration,
-    add_flags,
     be_the_only_driver,
     configuration_of,
-    kernel_warning,
 )
 from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord, MountRecords
@@ -70,8 +68,6 @@ from csi.volume.stores import Stores
 from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
 from fusefs.launch.registry import use_runtime_directory
-
-__all__ = ["NodeService", "add_flags", "make_service"]
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +96,6 @@ def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
     Raises:
         CsiError, OSError: a directory cannot be used.
     """
-    warning = kernel_warning(os.uname().release)
-    if warning is not None:
-        log.warning("%s", warning)
     configuration = configuration_of(arguments)
     configuration.prepare()
     be_the_only_driver(configuration.state_directory)
@@ -140,8 +133,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             records,
             self._files,
             configuration.mounts_directory,
-            FdStoreClient(configuration.supervisor.socket),
-            Daemons(configuration.supervisor, configuration.node_id),
+            SupervisorClient(configuration.supervisor, configuration.node_id),
         )
         self._pods = PodRecords(state / POD_RECORDS)
         self._drains = Drains(self._mounts)
@@ -158,7 +150,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         Waits for up to `HELD_S` until the daemons' container holds every mount's connection,
         because the keepers end with this process' container.
         """
-        if self._configuration.daemons == "there":
+        if self._mounts.supervisor.address.is_needed:
             self._wait_until_held(time.monotonic() + HELD_S)
         self._reconciler.stop()
         self._collector.stop()

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.daemons.client import FdStoreClient
+from csi.daemons.client import SupervisorClient
 from csi.generated import csi_pb2
 from csi.in_flight import Claims
 from csi.node import reconciler
@@ -19,6 +19,7 @@ from csi.node.config import SUPERVISOR
 from csi.node.mount_record import MountRecord
 from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
+from fusefs.launch.launcher import SupervisorAddress
 from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import START, Node, capability, code_of, running_node, until_final
 from tests.support.csi.pod import pod_reading
@@ -135,7 +136,7 @@ def node(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
 def held(node: Node) -> list[tuple[int, int]]:
     """What the descriptor store has, which may just not be there."""
     try:
-        return list(FdStoreClient(node.state / SUPERVISOR).held())
+        return list(SupervisorClient(SupervisorAddress(node.state / SUPERVISOR, False)).held())
     except control.ControlError:
         return []
 

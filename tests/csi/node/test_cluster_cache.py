@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from csi.daemons.client import FdStoreClient
+from csi.daemons.client import SupervisorClient
 from csi.node.config import SUPERVISOR
 from fusefs.launch import control, registry
+from fusefs.launch.launcher import SupervisorAddress
 from tests.support.csi.daemons import daemons_of
 from tests.support.csi.node import SECRETS, Node, running_node
 from tests.support.servers.buckets import Bucket, keys, new_bucket
@@ -178,6 +179,6 @@ def registry_socket(node: Node, mountpoint: Path) -> Path:
 
 def is_held(node: Node) -> bool:
     try:
-        return bool(FdStoreClient(node.state / SUPERVISOR).held())
+        return bool(SupervisorClient(SupervisorAddress(node.state / SUPERVISOR, False)).held())
     except control.ControlError:
         return False

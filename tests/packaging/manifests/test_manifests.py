@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from csi.node import config, reconciler
+from csi.node import reconciler
 from tests.support.packaging.manifests import (
     MANIFESTS,
     VERSIONS,
@@ -281,16 +281,6 @@ def test_older_kernels_have_the_next_pod_before_the_old_one_goes(tmp_path: Path)
     assert daemons["minReadySeconds"] >= 2 * reconciler.EVERY_S
     assert daemons["template"]["spec"]["terminationGracePeriodSeconds"] >= 120
     assert flag(container(daemons["template"], "daemons"), "successor") == "beside"
-
-
-@pytest.mark.parametrize("release", ["6.8.0-45-generic", "5.14.0-503.el9.x86_64", "4.18"])
-def test_an_older_kernel_is_named_in_the_drivers_log(release: str) -> None:
-    assert "maxSurge: 1" in str(config.kernel_warning(release))
-
-
-@pytest.mark.parametrize("release", ["6.9.0", "6.12.40-63.el10", "7.0-rc1", "odd"])
-def test_a_kernel_that_resends_is_no_reason_to_warn(release: str) -> None:
-    assert config.kernel_warning(release) is None
 
 
 def test_metrics_are_served_at_the_port_that_is_named_let_in_and_scraped(tmp_path: Path) -> None:

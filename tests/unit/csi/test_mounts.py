@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from csi.daemons.client import FdStoreClient
+from csi.daemons.client import SupervisorClient
 from csi.errors import CsiError, UnavailableError
 from csi.node import mounts
 from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.mounts import RESUME_S, Mounts
 from csi.volume.options import anywhere
 from fusefs.keeper import supervisor_protocol
-from fusefs.keeper.exchange import ControlError
+from fusefs.launch.launcher import SupervisorAddress
 from fusefs.launch.preflight import LaunchError
 from fusefs.settings.mount import build
 
@@ -35,7 +35,7 @@ class PlayedNode:
 
     def has(self, _root: object) -> bool:
         if self.holds is None:
-            raise ControlError("timed out")
+            raise TimeoutError("timed out")
         return self.holds
 
     def drop(self, _root: object) -> None:
@@ -44,7 +44,7 @@ class PlayedNode:
     def check(self) -> None:
         pass
 
-    def may_serve(self, _root: Path) -> bool:
+    def serves(self, _root: Path, **_: bool) -> bool:
         return self.has_daemon
 
     def monotonic(self) -> float:
@@ -80,9 +80,9 @@ def made(node: PlayedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
         monkeypatch.setattr(mounts, begin, node.start)
     monkeypatch.setattr(mounts.bind_mount, "pop_all", lambda _root: node.done.append("unmount"))
     monkeypatch.setattr(Mounts, "_end_processes", lambda _self, _root: node.done.append("kill"))
-    played.supervisor = None
+    played.address = None
     files: Any = None
-    return Mounts(MountRecords(tmp_path / "records"), files, tmp_path / "roots", played, played)
+    return Mounts(MountRecords(tmp_path / "records"), files, tmp_path / "roots", played)
 
 
 def test_a_mount_stays_as_it_is_while_the_descriptor_store_does_not_answer(
@@ -135,12 +135,13 @@ def test_a_descriptor_store_that_is_silent_may_hold_anything(
     listening: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_protocol, "ANSWER_S", 0.1)
-    with pytest.raises(ControlError):
-        FdStoreClient(listening).held()
+    with pytest.raises(OSError, match="timed out"):
+        SupervisorClient(SupervisorAddress(listening, False)).held()
 
 
 def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    assert FdStoreClient(tmp_path / "store.sock").held() == set()
+    address = SupervisorAddress(tmp_path / "store.sock", False)
+    assert SupervisorClient(address).held() == set()
 
 
 def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
