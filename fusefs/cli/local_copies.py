@@ -19,12 +19,7 @@ Job = dict[str, Any]
 
 
 def unpin(paths: Sequence[Path]) -> None:
-    """Unpin all that is pinned at and below these paths.
-
-    Raises:
-        CommandError: nothing is pinned at or below a path; the other paths are unpinned.
-        ControlError: a mount has ended, or its daemon refused.
-    """
+    """Unpin all that is pinned at and below these paths; CommandError names those without pins."""
     wrong = []
     for path in paths:
         mountpoint, below = sync.find(path)
@@ -43,11 +38,7 @@ def unpin(paths: Sequence[Path]) -> None:
 
 
 def drop(path: Path) -> bool:
-    """Remove the local copies at and below a path, and print how many; False if some stay.
-
-    Raises:
-        CommandError: `path` is in no mount, or there is no such file.
-    """
+    """Remove the local copies at and below a path, and print how many; False if some stay."""
     mountpoint, below = sync.find(path)
     message = {"command": "drop", "path": below}
     job = polling.finish(mountpoint, message, _progress)
@@ -68,12 +59,7 @@ def drop(path: Path) -> bool:
 
 
 def give_up(path: Path) -> bool:
-    """Give up unsent changes at and below a path, and print how many; False if some stay.
-
-    Raises:
-        CommandError: `path` is in no mount.
-        ControlError: the mount has ended, or S3 does not answer.
-    """
+    """Give up unsent changes at and below a path, and print how many; False if some stay."""
     mountpoint, below = sync.find(path)
     files, in_use, remaining = 0, 0, 1
     while remaining:
@@ -88,11 +74,7 @@ def give_up(path: Path) -> bool:
 
 
 def status(mountpoint: Path, below: str) -> Job:
-    """Return how much of a mount's path is in its cache; sizes in bytes.
-
-    Raises:
-        CommandError: there is no such file.
-    """
+    """Return how much of a mount's path is in its cache; sizes in bytes."""
     message = {"command": "path status", "path": below}
     job = polling.finish(mountpoint, message, _progress)
     path = mountpoint / below

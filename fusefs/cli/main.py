@@ -7,6 +7,9 @@ runs, because imports take most of the time of a short command.
 
 Every failure is one line on standard error that begins with `fusefs: `. Exit status: 0 success, 1
 failure, 2 the command line or a setting cannot be read. The command line is described in parser.py.
+
+The commands' functions raise CommandError with a sentence for the user, ControlError if the mount
+has ended, or its daemon does not answer or refuses, and OSError for files; `main` shows them.
 """
 
 from __future__ import annotations

@@ -28,11 +28,7 @@ class LineError(Exception):
 
 
 def send(mountpoint: Path, lines: Iterable[str]) -> str:
-    """Send the mount's daemon a list of paths relative to the mountpoint; return the list's name.
-
-    Raises:
-        ControlError: the mount has ended, or its daemon refused.
-    """
+    """Send a mount's daemon a list of paths relative to the mountpoint; return the list's name."""
     name = secrets.token_hex(16)
     offset, size = 0, 0
     piece: list[str] = []

@@ -33,12 +33,7 @@ UPGRADE_TIMEOUT_S = 90.0
 
 
 def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
-    """Mount as the command line says, and return the exit status.
-
-    Raises:
-        SettingsError: a setting cannot be read.
-        LaunchError: the mount did not come up.
-    """
+    """Mount as the command line says, and return the exit status."""
     chosen = settings(options, os.environ)
     os.environ[FORMAT_VARIABLE] = chosen.log_format  # for all processes of the mount
     preflight.check(chosen)
@@ -52,13 +47,7 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
 
 
 def upgrade(options: argparse.Namespace) -> None:
-    """Replace a mount's daemon by a daemon of this version.
-
-    Raises:
-        SettingsError: a setting cannot be read, or cannot be changed while mounted.
-        CommandError: the mount has no keeper that answers.
-        ControlError: the keeper refused the upgrade.
-    """
+    """Replace a mount's daemon by a daemon of this version, with the options' settings."""
     changes, place = flags(options), registry.resolve(options.mountpoint)
     for name, value in changes.items():
         if name in FIXED:

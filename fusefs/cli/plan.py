@@ -44,11 +44,7 @@ class Sender:
             self.flush()
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Send the entries that were added; the first request replaces the reader's plan.
-
-        Raises:
-            ControlError: the mount has ended, or its daemon refused the plan.
-        """
+        """Send the entries that were added; the first request replaces the reader's plan."""
         if not self._piece and not (is_last and self.count):
             return
         message = {
@@ -74,13 +70,7 @@ class Sender:
 def send(
     base: Path, file: str, reader: str, separator: bytes, complain: Callable[[str], None]
 ) -> bool:
-    """Send a plan; False if some of its entries are bad. `complain` gets lines about these.
-
-    Raises:
-        CommandError: `base` is in no mount, or the file is not a list of paths.
-        ControlError: the mount has ended, or its daemon refused the plan.
-        OSError: the file can't be read.
-    """
+    """Send a plan; False if some of its entries are bad. `complain` gets lines about these."""
     mountpoint, below = sync.find(base)
     # NUL-separated paths may have any other byte; a line of text may name its reader after a tab.
     is_text = separator != b"\0"
@@ -162,11 +152,6 @@ def record(base: Path, file: str, separator: str) -> None:
     """Write the paths that are opened in a mount to a file, until the mount or the user ends it.
 
     `separator` follows each path.
-
-    Raises:
-        CommandError: `base` is in no mount.
-        ControlError: the mount has ended.
-        OSError: the file can't be written.
     """
     mountpoint, _ = sync.find(base)
     after, last_answer = 0, time.monotonic()

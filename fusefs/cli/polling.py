@@ -26,11 +26,7 @@ def finish(
     """Start the job of a request, wait until the job has ended, and return it.
 
     The key "start" is added to the request. `describe` makes the text that a terminal, if there is
-    one, shows on one line meanwhile.
-
-    Raises:
-        CommandError: the daemon is silent for a minute.
-        ControlError: the mount has ended, or its daemon refused.
+    one, shows on one line meanwhile. Raises CommandError if the daemon is silent for a minute.
     """
     message = message | {"start": True}
     last_answer, pause_s = time.monotonic(), FIRST_PAUSE_S

@@ -22,11 +22,7 @@ MOST_SHOWN = 5
 
 
 def sync(path: Path, timeout_s: float) -> None:
-    """Wait until everything at or below a path is in the bucket; show what remains.
-
-    Raises:
-        CommandError: a file cannot be uploaded, or the wait takes longer than `timeout_s`.
-    """
+    """Wait until the bucket has everything at or below a path; CommandError names what it lacks."""
     mountpoint, below = find(path)
     patience_s = min(NEXT_DAEMON_S, timeout_s)
     try:
@@ -40,10 +36,8 @@ def sync(path: Path, timeout_s: float) -> None:
 def find(path: Path) -> tuple[Path, str]:
     """Return the mountpoint of the mount that contains `path`, and the path relative to it.
 
-    If mounts are nested, it is the innermost mount. Makes no call to their file systems.
-
-    Raises:
-        CommandError: `path` is in no registered mount.
+    If mounts are nested, it is the innermost mount. Makes no call to their file systems. Raises
+    CommandError if `path` is in no registered mount.
     """
     absolute = Path(os.path.normpath(files.absolute(path)))
     # From the top, so that no symbolic link inside a mount is read.

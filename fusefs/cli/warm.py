@@ -105,12 +105,7 @@ def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
 def requests(
     paths: Sequence[Path], shard: tuple[int, int] | None = None, *, is_pinned: bool = False
 ) -> list[WarmRequest]:
-    """Make the jobs for these paths; many paths of one mount make one job. Sends their lists.
-
-    Raises:
-        CommandError: a path is in no mount.
-        ControlError: a mount has ended, or its daemon refused the list.
-    """
+    """Make the jobs for these paths; many paths of one mount make one job. Sends their lists."""
     of: dict[Path, list[str]] = {}
     for path in paths:
         mountpoint, below = sync.find(path)
@@ -135,11 +130,6 @@ def manifest_request(
     """Make the job for a manifest ("-" is standard input); return it and the count of bad lines.
 
     `complain` gets a message for each of the first bad lines. Relative paths are below `base`.
-
-    Raises:
-        CommandError: `base` is in no mount.
-        ControlError: the mount has ended, or its daemon refused the list.
-        OSError: the file can't be read.
     """
     mountpoint, below = sync.find(base)
     bad = 0
@@ -178,11 +168,7 @@ def cancel(paths: Sequence[Path]) -> None:
 
 
 def accepted(ids: Ids) -> None:
-    """Wait for up to three seconds until the daemons have begun to list the paths.
-
-    Raises:
-        CommandError: a path cannot be warmed.
-    """
+    """Wait up to three seconds for the begin of listings; CommandError if a path has none."""
     deadline = time.monotonic() + FIRST_PAGE_S
     pause_s = FIRST_PAUSE_S
     while True:
@@ -200,9 +186,7 @@ def accepted(ids: Ids) -> None:
 def wait(ids: Ids) -> dict[WarmRequest, Job]:
     """Wait until all jobs have ended, and return them.
 
-    Raises:
-        CommandError: a daemon is silent for a minute, or no longer knows a list.
-        ControlError: a mount has ended.
+    Raises CommandError if a daemon is silent for a minute, or no longer knows a list.
     """
     jobs: dict[WarmRequest, Job] = {}
     began = last_answer = shown_at = time.monotonic()
