@@ -3,6 +3,7 @@
 A Secret's fields are `access_key_id`, `secret_access_key` and, for temporary keys, `session_token`;
 the spellings `accessKeyId` and `AWS_ACCESS_KEY_ID` are accepted, too. `customer_key` is the SSE-C
 key; a Secret may have it without access keys, for a volume that is read as a role.
+InvalidArgumentError says which field is missing, unknown or no key.
 """
 
 from __future__ import annotations
@@ -36,11 +37,7 @@ class AccessKeys:
 
 
 def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
-    """Return the access keys in a Secret's fields; None if it has no such field.
-
-    Raises:
-        InvalidArgumentError: a field is missing or unknown.
-    """
+    """Return the access keys in a Secret's fields; None if it has no such field."""
     found = _fields(secrets)
     found.pop(_CUSTOMER_KEY, None)
     if not found:
@@ -52,11 +49,7 @@ def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
 
 
 def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
-    """Return the SSE-C key in a Secret's fields; None if it has none.
-
-    Raises:
-        InvalidArgumentError: the value is not a key, or a field is unknown.
-    """
+    """Return the SSE-C key in a Secret's fields; None if it has none."""
     text = _fields(secrets).get(_CUSTOMER_KEY)
     if text is None:
         return None

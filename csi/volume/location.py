@@ -3,6 +3,8 @@
 A volume is a bucket or a prefix of a bucket, in a configured store. The id of a volume that the
 driver made is `<store>/<bucket>/<name>`; for other volumes an administrator chooses any id. The
 location of both kinds is in the attributes; CreateVolume writes it there.
+
+The functions raise InvalidArgumentError, whose message names the attribute and the reason.
 """
 
 from __future__ import annotations
@@ -90,12 +92,7 @@ def without_location(attributes: Mapping[str, str]) -> dict[str, str]:
 
 
 def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
-    """Return the location of the volume with these attributes.
-
-    Raises:
-        InvalidArgumentError: the location is missing or refused; the message names
-            the attribute.
-    """
+    """Return the location of the volume with these attributes."""
     store = stores.choose(attributes.get("store", AWS))
     bucket = attributes.get("bucket", "")
     if not bucket:
@@ -123,9 +120,6 @@ def normal_prefix(text: str) -> str:
     """Return the normal form of a prefix: "" for a whole bucket, else without a leading slash.
 
     It ends with one slash, so that `team-a` does not include `team-ab`.
-
-    Raises:
-        InvalidArgumentError: a segment cannot be part of a path, or the prefix is too long.
     """
     if text in ("", "/"):
         return ""
@@ -153,12 +147,7 @@ def _check_segment(prefix: str, segment: str) -> None:
 
 
 def fill_in(template: str, values: Mapping[str, str]) -> str:
-    """Fill in the `${variables}` of a prefix template; return the normal form of the prefix.
-
-    Raises:
-        InvalidArgumentError: a variable is unknown, its value is missing or has
-            a slash in it, or the prefix is refused.
-    """
+    """Fill in the `${variables}` of a prefix template; return the normal form of the prefix."""
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]

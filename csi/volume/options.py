@@ -5,6 +5,8 @@ name (`cache-size`) or in Kubernetes' spelling (`cacheSize`). Attributes also ch
 the end of the volume, and the files to fetch before they are read (`_OWN`). Anything else is
 refused by name: settings that name a path of the node, reach another host, or are for the node to
 decide. An inline volume may have fewer options, since any author of a pod can write one.
+
+The functions raise InvalidArgumentError, whose message names the attribute or option.
 """
 
 from __future__ import annotations
@@ -144,11 +146,7 @@ class NodeShares:
 def read_options(
     attributes: Mapping[str, str], mount_flags: Sequence[str], *, is_inline: bool
 ) -> Options:
-    """Read the options of a volume; `attributes` must not include its location.
-
-    Raises:
-        InvalidArgumentError: the message names the attribute or option.
-    """
+    """Read the options of a volume; `attributes` must not include its location."""
     if is_inline:
         for name in sorted(_NOT_INLINE & attributes.keys()):
             raise InvalidArgumentError(f"{name}: not for an inline volume, which is its pod's own")
@@ -335,9 +333,6 @@ def mount_layer(
     """Return the settings of a volume's mount as texts, but for the paths and the user.
 
     `cluster_cache` has the settings of the domain's cluster cache.
-
-    Raises:
-        InvalidArgumentError: two settings contradict each other.
     """
     layer = {"read_only": RawValue("false", "the driver's default"), **options.settings}
     if is_read_only:
@@ -392,7 +387,7 @@ def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
 
 
 def finished(layer: Layer, **more: str) -> MountSettings:
-    """Build the settings from a layer and the texts it lacks, or raise InvalidArgumentError."""
+    """Build the settings from a layer and the texts that it lacks."""
     try:
         return build({name: RawValue(text, name) for name, text in more.items()}, layer)
     except SettingsError as error:

@@ -101,10 +101,8 @@ def test_the_answer_of_a_hostile_daemon_delays_the_end_of_its_mount_and_no_more(
         def is_alive(self, *_: object) -> bool:
             return True
 
-        def ask(self, _record: MountRecord) -> object:
-            return status
-
     monkeypatch.setattr(drain, "MountTable", Table)
+    monkeypatch.setattr(MountRecord, "status", lambda _record: status)
     mounts: Any = PlayedMounts()
     drains = Drains(mounts)
     with pytest.raises(UploadingError, match="does not report"):
@@ -239,7 +237,9 @@ def test_a_daemon_without_a_status_keeps_no_other_volume_from_the_list(
     )
     monkeypatch.setattr(listing, "MountTable", lambda: table)
     monkeypatch.setattr(listing, "use_runtime_directory", lambda _path: None)
-    monkeypatch.setattr(listing, "_ask", lambda record: answer if record.key == "odd" else GOOD)
+    monkeypatch.setattr(
+        MountRecord, "status", lambda record: answer if record.key == "odd" else GOOD
+    )
     listing.run(SimpleNamespace(state_dir=tmp_path, json=False))  # type: ignore[arg-type]
     _, good, odd = capsys.readouterr().out.splitlines()
     assert good.split() == [
