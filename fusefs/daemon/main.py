@@ -45,7 +45,7 @@ from fusefs.daemon.takeover import (
 )
 from fusefs.fuse.control_files import ControlFiles
 from fusefs.fuse.interrupts import Callers
-from fusefs.fuse.notifications import DeviceNotifications
+from fusefs.fuse.notifier import DeviceNotifier
 from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
 from fusefs.launch import registry
@@ -65,7 +65,7 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import InodeTable, Ownership
 from fusefs.posix.nodes.name_pruner import NamePruner
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.nodes.object_metadata import Form
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore import leftovers as recovery
@@ -412,7 +412,7 @@ class Daemon:
     def _operations(
         self,
         log: Journal,
-        notifier: KernelNotifications,
+        notifier: KernelNotifier,
         *,
         mounted_ns: int,
         begun: Set[int] = frozenset(),
@@ -501,7 +501,7 @@ class Daemon:
         depth = mount.stack_depth(settings.cache_dir) if passthrough is not None else 0
         mounted_ns = time.time_ns() if state is None else state.mounted_ns
         callers = Callers(takeover)
-        notifier = DeviceNotifications(takeover.fd, callers)
+        notifier = DeviceNotifier(takeover.fd, callers)
         begun = frozenset() if state is None else state.begun
         operations = self._operations(log, notifier, mounted_ns=mounted_ns, begun=begun)
         session = Session(

@@ -18,7 +18,7 @@ import trio
 from fusefs.cache.cached_file import CHECKED_AT_OPEN
 from fusefs.fuse import _fast_path
 from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
-from fusefs.fuse.notifications import note_lost_reply
+from fusefs.fuse.notifier import note_lost_reply
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
 

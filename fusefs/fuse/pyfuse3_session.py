@@ -24,7 +24,7 @@ from fusefs.fuse.session import OPERATIONS, WaitingRequest
 from fusefs.linux.mount import MountError, MountRequest, helper_options
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NameKind, NewAttributes
 from fusefs.telemetry.activity import ACTIVITY
@@ -38,7 +38,7 @@ T = TypeVar("T")
 MOST_TASKS = 99
 
 
-class PyfuseNotifications(KernelNotifications):
+class PyfuseNotifications(KernelNotifier):
     """The notifications that libfuse can send."""
 
     def invalidate_attributes(self, nodeid: int) -> None:

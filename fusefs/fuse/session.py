@@ -35,7 +35,7 @@ from fusefs.fuse.control_files import NODES as CONTROL_NODES
 from fusefs.fuse.control_files import ControlFiles
 from fusefs.fuse.fast_path import FastPathReader
 from fusefs.fuse.interrupts import Callers, Interrupts
-from fusefs.fuse.notifications import note_lost_reply
+from fusefs.fuse.notifier import note_lost_reply
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Payload, ReadHandlers
 from fusefs.fuse.write_handlers import WriteHandlers

@@ -12,7 +12,7 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.types import ReadCounters
 from fusefs.store.contract import Store
 from fusefs.store.interface import ObjectInfo
@@ -36,7 +36,7 @@ class MountState:
     handles: HandleTable
     owner: Ownership
     mounted_ns: int
-    notifier: KernelNotifications
+    notifier: KernelNotifier
     # The S3 endpoint that the mount was given, "" for AWS's own.
     endpoint: str = ""
     begun: Set[int] = frozenset()

@@ -32,7 +32,7 @@ from fusefs.posix.directory.segment import Entry, Segment
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes import object_metadata as meta
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET, SECOND_NS, Meta
 from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StoreError
@@ -97,9 +97,9 @@ class HeadCache:
         owner: Ownership,
         nursery: trio.Nursery,
         deferred: Callable[[ObjectInfo], Meta | None] | None = None,
-        notifier: KernelNotifications | None = None,
+        notifier: KernelNotifier | None = None,
     ) -> None:
-        self._notifier = notifier or KernelNotifications()
+        self._notifier = notifier or KernelNotifier()
         self._store = store
         self._directories = directories
         self._inodes = inodes

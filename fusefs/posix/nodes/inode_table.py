@@ -30,7 +30,7 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.journal.records import FIRST_ID
 from fusefs.posix.nodes.file_numbers import ROOT_ID, FileNumbers
 from fusefs.posix.nodes.inode import Attributes, Inode, LinkedNames, Ownership
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.nodes.offsets import MOST_MARKS
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -57,7 +57,7 @@ class InodeTable:
         self,
         prefix: str,
         log: Journal,
-        notifier: KernelNotifications | None = None,
+        notifier: KernelNotifier | None = None,
         *,
         ids_are_inos: bool = False,
         most: int = sys.maxsize,
@@ -75,7 +75,7 @@ class InodeTable:
         )
         # By directory and name: replaced nodes with hard links, until their names are looked up.
         self._unresolved_links: dict[tuple[int, str], Inode] = {}
-        self._notifier = notifier or KernelNotifications()
+        self._notifier = notifier or KernelNotifier()
         # When the kernel last forgot a node, in seconds of the monotonic clock.
         self.forgotten_at = -math.inf
         self.most = most

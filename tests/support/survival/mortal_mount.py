@@ -28,7 +28,7 @@ from fusefs.posix.journal.records import KernelState
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.types import Caller, NameKind
@@ -236,7 +236,7 @@ class MortalMount:
         ended = contextlib.ExitStack()
         try:
             async with trio.open_nursery() as nursery:
-                notifier = KernelNotifications()
+                notifier = KernelNotifier()
                 inodes = InodeTable(self.prefix, journal, notifier, most=self.most_nodes)
                 directories = Directories(self.store, inodes, PathRules(60.0), nursery)
                 mount_state = MountState(

@@ -14,7 +14,7 @@ import trio
 
 from fusefs.fuse import protocol, read_handlers
 from fusefs.fuse.interrupts import Callers
-from fusefs.fuse.notifications import DeviceNotifications
+from fusefs.fuse.notifier import DeviceNotifier
 from fusefs.fuse.protocol import Fopen, Init, Opcode
 from fusefs.fuse.pyfuse3_session import Pyfuse3Handlers
 from fusefs.fuse.read_handlers import drops_pages, open_out
@@ -43,7 +43,7 @@ class Kernel:
     def start(self) -> None:
         """Begin a session, or the next one."""
         log: Any = SimpleNamespace(negotiated=self.log.append)
-        self.notifications = DeviceNotifications(self._its.fileno(), Callers())
+        self.notifications = DeviceNotifier(self._its.fileno(), Callers())
         self.session = Session(self._its.fileno(), self.operations, log, has_fast_path=False)
 
     def close(self) -> None:

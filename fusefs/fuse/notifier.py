@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fusefs.fuse import protocol
 from fusefs.fuse.interrupts import Callers
-from fusefs.posix.nodes.notifier import KernelNotifications
+from fusefs.posix.nodes.notifier import KernelNotifier
 
 logger = logging.getLogger("fusefs.session")
 
@@ -26,8 +26,8 @@ def note_lost_reply(error: OSError) -> None:
         logger.warning("the kernel refused a reply: %s", error.strerror)
 
 
-class DeviceNotifications(KernelNotifications):
-    """The notifications of one mount, over its /dev/fuse descriptor."""
+class DeviceNotifier(KernelNotifier):
+    """Sends the notifications of one mount, over its /dev/fuse descriptor."""
 
     def __init__(self, fd: int, callers: Callers) -> None:
         self._fd = fd
@@ -42,7 +42,7 @@ class DeviceNotifications(KernelNotifications):
         return await self._callers.will_close(pid, ino)
 
     def invalidate_attributes(self, nodeid: int) -> None:
-        """Tell the kernel to drop a node's cached attributes; returns at once."""
+        """Make the kernel drop a node's cached attributes; returns at once."""
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_INVAL_INODE.size
         header = protocol.OUT_HEADER.pack(size, protocol.NOTIFY_INVAL_INODE_CODE, 0)
         # A negative offset leaves the cached pages alone; dropping pages could wait.
@@ -53,7 +53,7 @@ class DeviceNotifications(KernelNotifications):
             note_lost_reply(error)
 
     def invalidate_names(self) -> None:
-        """Tell the kernel to look up all cached names again before use; returns at once."""
+        """Make the kernel look up all cached names again before use; returns at once."""
         header = protocol.OUT_HEADER.pack(
             protocol.OUT_HEADER.size, protocol.NOTIFY_INC_EPOCH_CODE, 0
         )
@@ -65,7 +65,7 @@ class DeviceNotifications(KernelNotifications):
                 note_lost_reply(error)
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Tell the kernel to drop those of the given nodes that no program uses; returns at once.
+        """Make the kernel drop those of the given nodes that no program uses; returns at once.
 
         The kernel takes no lock that a request could hold (fuse_notify_prune in
         fs/fuse/dev.c), and then sends FORGET. False if the kernel can't (before Linux 6.18).
