@@ -36,7 +36,7 @@ from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
-from fusefs.store.interface import LARGE, BytesSink, NewFile, ObjectVersion, Priority, Source
+from fusefs.store.interface import LARGE, NewFile, ObjectVersion, Priority, Source, read_bytes
 from fusefs.telemetry.stalls import WaitCause, Work, stage
 
 T = TypeVar("T")
@@ -372,9 +372,7 @@ class Downloader:
             StoreError: as for `wait_for`.
         """
         async with self.unkept.taken(stop - start):
-            sink = BytesSink(start, stop - start)
-            await self._source.download(version, start, stop, sink)
-        return sink.data
+            return await read_bytes(self._source, version, start, stop)
 
     def describe(self) -> list[str]:
         """Describe each running download in one line."""

@@ -47,6 +47,7 @@ from fusefs.store.interface import (
     Sink,
     Source,
     Urgency,
+    WholeFileSink,
     demanded,
 )
 
@@ -136,7 +137,7 @@ class _SinkOfS3:
         self._race = race
         self._sink = sink
 
-    async def open(self) -> int | NewFile | None:
+    async def open(self) -> int | NewFile:
         # The cluster cache may write to the file at the same time: both have the same bytes.
         return await self._sink.open()
 
@@ -150,16 +151,10 @@ class _SinkOfS3:
             self._sink.arrived(stop, sums)
 
 
-class _Nowhere:
+class _Nowhere(WholeFileSink):
     """A sink that drops the bytes of a lookup for which no reader waits."""
 
-    async def open(self) -> int | None:
-        return None
-
     async def write(self, offset: int, data: memoryview) -> None:
-        pass
-
-    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         pass
 
 
@@ -505,7 +500,7 @@ class ClusterTier:
     async def _try(self, block: Block) -> _Lookup:
         """Look up the beginning of a block without writing it; return the ended lookup."""
         stop = min(block.start + FRAME, block.stop)
-        lookup = _Lookup(self._domain, block, block.start, stop, _Nowhere())
+        lookup = _Lookup(self._domain, block, block.start, stop, _Nowhere(-1))
         with trio.move_on_after(PROBE_S):
             await lookup.run(self._blocks, lambda: Priority.PREFETCH)
         if lookup.outcome is LookupOutcome.CANCELLED:

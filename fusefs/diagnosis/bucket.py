@@ -30,7 +30,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from fusefs.store.interface import BytesSink, ObjectInfo, ObjectVersion
+from fusefs.store.interface import ObjectInfo, ObjectVersion, read_bytes
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 
@@ -154,7 +154,7 @@ async def _latency(store: S3Store, info: ObjectInfo) -> Finding:
     taken = []
     for _ in range(LATENCY_SAMPLES):
         began = trio.current_time()
-        await _read(store, info.version, 0, 1)
+        await read_bytes(store, info.version, 0, 1)
         taken.append(trio.current_time() - began)
     median, worst = statistics.median(taken), max(taken)
     text = f"a byte takes {1e3 * median:.0f} ms (median), {1e3 * worst:.0f} ms (longest)"
@@ -182,7 +182,7 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
         nonlocal done
         for start in offsets:
             stop = min(start + RANGE_BYTES, info.size)
-            await _read(store, info.version, start, stop)
+            await read_bytes(store, info.version, start, stop)
             done += stop - start
 
     with trio.move_on_after(THROUGHPUT_S):
@@ -212,10 +212,6 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
             **figures,
         )
     return ok("throughput", text, **figures)
-
-
-async def _read(store: S3Store, version: ObjectVersion, start: int, stop: int) -> None:
-    await store.download(version, start, stop, BytesSink(start, stop - start))
 
 
 # --- permissions --------------------------------------------------------------
@@ -272,7 +268,7 @@ class _Trial:
 
     async def _get(self) -> None:
         info = await self._store.head(f"{self._own}object")
-        await _read(self._store, info.version, 0, 1)
+        await read_bytes(self._store, info.version, 0, 1)
 
     async def _copy(self) -> None:
         info = await self._store.head(f"{self._own}object")

@@ -225,41 +225,23 @@ class NewFile(Protocol):
 
 
 class Sink(Protocol):
-    """The destination of one download: a file, or `write`. Belongs to the event loop.
+    """The file that one download is written into. Belongs to the event loop.
 
     Engine threads write into the file at the object's offsets; `arrived` reports their progress. An
     OSError that the sink raises ends the download.
     """
 
-    async def open(self) -> int | NewFile | None:
-        """Return the file's descriptor, or a `NewFile`; None: `write` gets the bytes."""
+    async def open(self) -> int | NewFile:
+        """Return the file's descriptor, or a `NewFile`."""
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes that begin at `offset` of the object."""
+        """Write bytes that begin at `offset` of the object and that no engine's thread writes."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         """Note that all requested bytes before `stop` are written, with CRC32s in `sums`.
 
         Each is (start, stop, CRC32) and ends at a multiple of a mebibyte, or where writing stopped.
         """
-
-
-class BytesSink:
-    """A download into memory: the bytes [start, start + size) of an object, as `data`."""
-
-    def __init__(self, start: int, size: int) -> None:
-        self.data = bytearray(size)
-        self._start = start
-
-    async def open(self) -> int | None:
-        return None
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        at = offset - self._start
-        self.data[at : at + len(data)] = data
-
-    def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
-        raise AssertionError("nothing is written into a file")
 
 
 class UploadLog:
@@ -284,7 +266,7 @@ class WholeFileSink:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    async def open(self) -> int | None:
+    async def open(self) -> int:
         return self._fd
 
     async def write(self, offset: int, data: memoryview) -> None:
@@ -318,6 +300,15 @@ class Source(Protocol):
 
     def hurry(self) -> None:
         """Reconsider the order of requests that wait for a connection: a priority has risen."""
+
+
+async def read_bytes(source: Source, version: ObjectVersion, start: int, stop: int) -> bytearray:
+    """Return the bytes [start, stop) of a version; raises as `Source.download` does."""
+    with os.fdopen(os.memfd_create("fusefs-bytes", os.MFD_CLOEXEC), "rb") as file:
+        await source.download(version, start, stop, WholeFileSink(file.fileno()))
+        data = bytearray(stop - start)
+        os.preadv(file.fileno(), [data], start)
+        return data
 
 
 class UnansweredChanges:

@@ -50,16 +50,13 @@ async def test_a_disk_that_fails_ends_the_download(
     shared: Bucket, faulty: FaultyS3, size: int
 ) -> None:
     class Gone(Collector):
-        async def open(self) -> int | None:
+        async def open(self) -> int:
             raise FileNotFoundError(errno.ENOENT, "the disk is gone")
-
-        async def write(self, offset: int, data: memoryview) -> None:
-            await self.open()
 
     async with opened(shared, faulty) as store:
         info = await store.head("body")
         with pytest.raises(FileNotFoundError, match="the disk is gone"):
-            await store.download(info.version, 0, size, Gone(0, has_file=False))
+            await store.download(info.version, 0, size, Gone(0))
 
 
 async def test_a_file_that_cannot_be_written_ends_the_download(

@@ -19,7 +19,7 @@ from fusefs.diagnosis.findings import Finding, Level
 from fusefs.settings.mount import RawValue, build
 from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.http.server_clock import SKEWED, ServerClock
-from fusefs.store.interface import BytesSink, ObjectVersion
+from fusefs.store.interface import ObjectVersion, read_bytes
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import open_store
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
@@ -201,14 +201,13 @@ async def test_a_wrong_clock_costs_one_refusal(ahead_s: float) -> None:
     with server, tempfile.TemporaryFile() as file:
         file.write(b"hello")
         file.flush()
-        sink = BytesSink(0, 5)
         async with open_store(S3Settings("bucket", server.endpoint_url, keys=KEYS)) as store:
             info = await store.put_file("a", file.fileno(), 5)
             assert (await store.head("a")).etag == info.etag
-            await store.download(info.version, 0, 5, sink)
+            data = await read_bytes(store, info.version, 0, 5)
             assert [one.key for one in (await store.list_page("")).objects] == ["a"]
             assert not await store.delete_many(["a"])
-    assert (sink.data, server.contents()) == (b"hello", {})
+    assert (data, server.contents()) == (b"hello", {})
     assert len(server.refused) == 1
 
 

@@ -1,15 +1,14 @@
 """Ranged GETs of exactly one version: checked, counted, and resumed where an answer broke off.
 
-The engine compares ETag, range and size, and then writes the range into the sink's file; an answer
-without a file is received in memory and compared here. A slow GET of a small range may be sent
-twice (hedging.py). A small whole object counts only after its checksum has been compared.
+The engine compares ETag, range and size, and then writes the range into the sink's file. A slow GET
+of a small range may be sent twice (hedging.py). A small whole object counts only after its checksum
+has been compared.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,15 +17,7 @@ from functools import partial
 from fusefs.store import checksum
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.checksum import ASKING
-from fusefs.store.engine.engine import (
-    Completion,
-    Engine,
-    FileSink,
-    MemorySink,
-    Request,
-    Sums,
-    Transfer,
-)
+from fusefs.store.engine.engine import Completion, Engine, FileSink, Request, Sums, Transfer
 from fusefs.store.errors import (
     AttemptError,
     Failure,
@@ -45,23 +36,14 @@ from fusefs.store.interface import (
 )
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.head import META, parse_head
-from fusefs.store.s3.list import quoted
-from fusefs.store.s3.requester import OTHER_OBJECT, OTHER_RANGE, OTHER_SIZE, Requester
+from fusefs.store.s3.requester import Requester
 
 logger = logging.getLogger("fusefs.store")
 
-# Answers up to this size are received in memory, in the event loop.
-SMALL = LARGE
-# Most bytes of a small object accepted from a server that ignores ranges.
-MOST_UNASKED = 1 << 20
 # An attempt that brings fewer bytes counts as no progress, so that retries end.
 PROGRESS = 16 << 10
 # Seconds for which an object is fetched again whose bytes differ from S3's checksum.
 WRONG_BYTES_S = 10.0
-# Digits of the largest possible size.
-_LONGEST_SIZE = 19
-_TOO_SHORT = Failure(UnreachableError, "the answer was too short", is_retryable=True)
-
 
 # Called with an object's description if the answer to a download shows its metadata.
 Described = Callable[[ObjectInfo], None]
@@ -107,17 +89,14 @@ class Getter:
 
     async def _download(self, part: RangeDownload, priority: Urgency) -> None:
         found = await part.sink.open()
-        part.fd, part.new = (found, None) if isinstance(found, int) else (None, found)
-        content = await self._requester.send(
+        part.fd, part.new = (found, None) if isinstance(found, int) else (-1, found)
+        await self._requester.send(
             part.call,
             part.accept,
             priority=priority,
             progress=part,
-            hedge=partial(self._race, part) if part.size <= SMALL else None,
+            hedge=partial(self._race, part) if part.size <= LARGE else None,
         )
-        if part.fd is None:
-            await part.sink.write(part.position, memoryview(content))
-            part.advance(part.stop)
 
     async def _race(self, part: RangeDownload, engine: Engine, request: Request) -> Completion:
         return part.completed(await self.hedging.race(engine, request))
@@ -126,8 +105,7 @@ class Getter:
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    The bytes before `position` are in the file `fd`, or in `new`, which the engine creates; both
-    are None for a download into memory.
+    The bytes before `position` are in the file `fd`; it is -1 until the engine has created `new`.
     """
 
     def __init__(
@@ -137,7 +115,7 @@ class RangeDownload:
         self.position = start
         self.stop = stop
         self.sink = sink
-        self.fd: int | None = None
+        self.fd = -1
         self.new: NewFile | None = None
         self._path: str | None = None  # of the file that this attempt creates
         self._counted = counted
@@ -155,7 +133,7 @@ class RangeDownload:
     def is_whole_and_small(self) -> bool:
         """True if a whole small object is missing: S3 shows no checksum of a range."""
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
-        return self.has_checksums and is_whole and self.stop <= SMALL
+        return self.has_checksums and is_whole and self.stop <= LARGE
 
     def call(self) -> Call:
         """Make the request for the missing bytes, and begin an attempt."""
@@ -165,74 +143,30 @@ class RangeDownload:
         if self.is_whole_and_small:
             headers = dict(ASKING)
         headers["if-match"] = etag
-        sink: MemorySink | FileSink = MemorySink(max(self.size, MOST_UNASKED))
-        if self.fd is not None or self.new is not None:
-            start, size = self.position, self.version.size
-            fd = -1 if self.fd is None else self.fd
-            self._path = None if self.new is None else self.new.new_path()
-            sink = FileSink(fd, start, start, self.size, etag, size, True, self._path)
+        start, size = self.position, self.version.size
+        self._path = None if self.new is None else self.new.new_path()
+        sink = FileSink(self.fd, start, start, self.size, etag, size, True, self._path)
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
 
-    def accept(self, answer: Completion) -> bytes:
-        """Check the answer to `call`; return the missing bytes, or b"" if they are in the file.
-
-        Raises:
-            AttemptError: the answer is not what was requested, or not all of it.
-        """
-        self.headers = answer.headers
-        if self.fd is not None:
-            if self.is_whole_and_small:
-                self._verify(answer.headers, self._read, self._sums[0][2])
-                self._take(self.stop, self._sums)
-            return b""
-        shown, length = answer.headers.get("content-range"), str(len(answer.body))
-        if answer.error is not None:  # "too-large": no byte of it came
-            length = answer.headers.get("content-length", "")
-        self._compare(answer.headers.get("etag"), _first_byte(shown), _size_of(shown, length))
-        if answer.error is not None:
-            raise AttemptError(OTHER_RANGE)
-        if len(answer.body) < self.size:
-            raise AttemptError(_TOO_SHORT)
-        content = answer.body[: self.size]
-        if self.is_whole_and_small and len(answer.body) == self.size:
-            self._verify(answer.headers, lambda: content)
-        return content
-
-    def _compare(self, etag: str | None, start: int, size: int | None) -> None:
-        """Compare an answer with the version: some servers ignore If-Match or ranges.
-
-        `size` is the whole object's, None if the answer does not give it. Google's store may
-        decompress a stored object, but sends the ETag of the stored bytes.
-
-        Raises:
-            AttemptError: the answer is for another version or range.
-        """
-        if etag is None or quoted(etag) != self.version.etag:
-            raise AttemptError(OTHER_OBJECT)
-        if start != self.position:
-            raise AttemptError(OTHER_RANGE)
-        if size is not None and size != self.version.size:
-            raise AttemptError(OTHER_SIZE)
-
-    def _verify(
-        self, headers: Mapping[str, str], content: Callable[[], bytes], crc: int | None = None
-    ) -> None:
-        """Compare the checksums in an answer that holds the whole small object.
+    def accept(self, answer: Completion) -> None:
+        """Compare the checksum of a small whole object, whose bytes count as fetched only then.
 
         Raises:
             AttemptError: the bytes have another checksum.
         """
-        name = checksum.mismatch(headers, content, crc)
+        self.headers = answer.headers
+        if not self.is_whole_and_small:
+            return
+        name = checksum.mismatch(answer.headers, self._read, self._sums[0][2])
         if name is not None:
             sentence = f"what arrived has another {name} than the object"
-            failure = Failure(
-                UnreachableError, sentence, is_retryable=True, longest_s=WRONG_BYTES_S
+            raise AttemptError(
+                Failure(UnreachableError, sentence, is_retryable=True, longest_s=WRONG_BYTES_S)
             )
-            raise AttemptError(failure)
+        self._take(self.stop, self._sums)
 
     def _read(self) -> bytes:
         """Read the bytes that were just written; they are in the page cache."""
-        assert self.fd is not None
         return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------
@@ -255,28 +189,10 @@ class RangeDownload:
         """Note that `received` bytes of this attempt are in the file."""
         if self.is_whole_and_small:
             self._sums = sums  # `accept` takes them, or the bytes come anew
-        elif self.fd is not None:
+        elif self.fd >= 0:
             self._take(self._began_at + received, sums)
 
     def _take(self, position: int, sums: Sums) -> None:
-        self.advance(position)
-        self.sink.arrived(position, sums)
-
-    def advance(self, position: int) -> None:
-        """Count the bytes up to `position` as fetched."""
         self._counted["bytes_fetched"] += position - self.position
         self.position = position
-
-
-def _first_byte(content_range: str | None) -> int:
-    shown = re.match(r"bytes (\d+)-", content_range or "")
-    return int(shown[1]) if shown else 0
-
-
-def _size_of(content_range: str | None, length: str) -> int | None:
-    """Return the size of the whole object, from Content-Range or else from the length.
-
-    None if the range is of an object of unknown size.
-    """
-    size = length if content_range is None else content_range.rpartition("/")[2]
-    return int(size) if size.isdecimal() and len(size) <= _LONGEST_SIZE else None
+        self.sink.arrived(position, sums)

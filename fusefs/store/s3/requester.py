@@ -467,8 +467,6 @@ def failure_of(
         return _refusal(completion, access, signed_offset_s)
     if error is None:
         return None
-    if error == "too-large" and call.method == "GET" and call.key:
-        return None  # the headers show that another object came
     if error in _LOCAL:
         if not completion.errno:
             return _TOO_SHORT

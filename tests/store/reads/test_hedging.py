@@ -11,8 +11,7 @@ import trio
 
 from fusefs.store.admission.hedging import SHARE
 from fusefs.store.errors import StaleVersionError
-from fusefs.store.interface import ObjectInfo
-from fusefs.store.s3.get import SMALL
+from fusefs.store.interface import LARGE, ObjectInfo
 from fusefs.store.s3.store import S3Store
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -47,7 +46,7 @@ async def impatient(
 
 
 async def read(store: S3Store) -> bytes:
-    return await download(store, await store.head("body"), 0, SMALL)
+    return await download(store, await store.head("body"), 0, LARGE)
 
 
 def release(hold: Hold) -> None:
@@ -69,10 +68,10 @@ async def test_a_slow_get_is_sent_again_and_the_first_answer_counts(
 ) -> None:
     async with impatient(shared, faulty) as store:
         hold = faulty.hold("GET", "body", 0.0)
-        assert await read(store) == BODY[:SMALL]
+        assert await read(store) == BODY[:LARGE]
         counters = store.counters()
         assert (counters["gets"], counters["hedged"], counters["hedged_won"]) == (2, 1, 1)
-        assert (counters["bytes_fetched"], counters["retries"]) == (SMALL, 0)
+        assert (counters["bytes_fetched"], counters["retries"]) == (LARGE, 0)
         assert store.requester.connections.in_use == 0
         await given_up(hold)
 
@@ -82,7 +81,7 @@ async def test_through_tls_as_well(shared: Bucket, faulty: FaultyS3, tmp_path: P
         settings: dict[str, Any] = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
         async with impatient(shared, faulty, **settings) as store:
             hold = faulty.hold("GET", "body", 0.0)
-            assert await read(store) == BODY[:SMALL]
+            assert await read(store) == BODY[:LARGE]
             assert store.counters()["hedged_won"] == 1
             release(hold)
 
@@ -98,19 +97,19 @@ async def test_the_first_request_wins_if_it_is_answered_first(
             release(first)
         counters = store.counters()
         assert (counters["hedged"], counters["hedged_won"]) == (1, 0)
-        assert counters["bytes_fetched"] == SMALL
+        assert counters["bytes_fetched"] == LARGE
         release(second)
 
 
 async def _expect(store: S3Store) -> None:
-    assert await read(store) == BODY[:SMALL]
+    assert await read(store) == BODY[:LARGE]
 
 
 async def test_the_failure_of_one_does_not_fail_the_other(shared: Bucket, faulty: FaultyS3) -> None:
     async with impatient(shared, faulty) as store:
         hold = faulty.hold("GET", "body", 0.0)
         refused = faulty.add("GET", code="SlowDown", times=1, before=lambda: release(hold))
-        assert await read(store) == BODY[:SMALL]
+        assert await read(store) == BODY[:LARGE]
         counters = store.counters()
         assert (refused.used, counters["retries"], counters["hedged_won"]) == (1, 0, 0)
 
@@ -119,16 +118,16 @@ async def test_where_both_fail_the_request_is_tried_again(shared: Bucket, faulty
     async with impatient(shared, faulty) as store:
         first = faulty.add("GET", stall=True, code="InternalError", times=1)
         second = faulty.add("GET", code="InternalError", times=1, before=first.release)
-        assert await read(store) == BODY[:SMALL]
+        assert await read(store) == BODY[:LARGE]
         counters = store.counters()
         assert (second.used, counters["gets"], counters["retries"]) == (1, 3, 1)
 
 
 async def outdated(store: S3Store, bucket: Bucket) -> ObjectInfo:
     """What was known of an object before it was replaced."""
-    bucket.put("body", BODY[:SMALL])
+    bucket.put("body", BODY[:LARGE])
     info = await store.head("body")
-    bucket.put("body", BODY[1:SMALL] + BODY[:1])
+    bucket.put("body", BODY[1:LARGE] + BODY[:1])
     return info
 
 
@@ -163,5 +162,5 @@ async def test_nothing_is_sent_again_without_need_or_without_a_connection(
     # One connection of one is none to spare.
     async with impatient(shared, faulty, wait_s, max_connections=1) as store:
         faulty.add("GET", times=1, delay_s=0.1)
-        assert await read(store) == BODY[:SMALL]
+        assert await read(store) == BODY[:LARGE]
         assert store.counters()["hedged"] == 0

@@ -7,7 +7,7 @@ import pytest
 from fusefs.cache.integrity.checksums import BLOCK, Sum, merged
 from fusefs.store.checksum import crc32
 from fusefs.store.errors import StoreError
-from fusefs.store.s3.get import SMALL
+from fusefs.store.interface import LARGE
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -20,15 +20,14 @@ from tests.support.store_reading import shared as shared
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])
 @pytest.mark.parametrize("is_secure", [True, False])
-@pytest.mark.parametrize("has_file", [True, False])
 async def test_any_range_arrives_as_it_is(
-    shared: Bucket, secure: TlsDoor, faulty: FaultyS3, key: str, is_secure: bool, has_file: bool
+    shared: Bucket, secure: TlsDoor, faulty: FaultyS3, key: str, is_secure: bool
 ) -> None:
     settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
     async with opened(shared, faulty, **(settings if is_secure else {})) as store:
         info = await store.head(key)
         for start, stop in ((0, len(BODY)), (1, len(BODY) - 1), (len(BODY) // 2, len(BODY))):
-            got = await download(store, info, start, stop, has_file=has_file)
+            got = await download(store, info, start, stop)
             assert got == BODY[start:stop]
         assert store.counters()["gets"] == 3
 
@@ -94,12 +93,12 @@ async def test_an_object_may_come_in_chunks(bucket: Bucket, faulty: FaultyS3) ->
 START = 100_000
 
 
-async def small(store: S3Store, key: str = "body", size: int = SMALL) -> bytes:
+async def small(store: S3Store, key: str = "body", size: int = LARGE) -> bytes:
     return await download(store, await store.head(key), START, START + size)
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])
-@pytest.mark.parametrize("size", [1, 1000, SMALL])
+@pytest.mark.parametrize("size", [1, 1000, LARGE])
 async def test_a_small_range_is_one_request(
     shared: Bucket, faulty: FaultyS3, key: str, size: int
 ) -> None:
@@ -129,5 +128,5 @@ async def test_a_small_range_that_breaks_is_requested_again(
     async with opened(shared, faulty) as store:
         await store.check("")
         rule = faulty.add("GET", times=1, **fault)
-        assert await small(store) == BODY[START : START + SMALL]
+        assert await small(store) == BODY[START : START + LARGE]
         assert rule.used == 1

@@ -11,7 +11,7 @@ import pytest
 from fusefs.store import customer_key
 from fusefs.store.customer_key import CustomerKey, CustomerKeyError
 from fusefs.store.errors import AttemptError, UnsupportedError
-from fusefs.store.interface import BytesSink, ObjectVersion
+from fusefs.store.interface import ObjectVersion, read_bytes
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store
@@ -38,9 +38,7 @@ WITH_KEY = {"GET", "HEAD", "PUT", "BEGIN", "PART", "COPY", "PART COPY", "COMPLET
 
 
 async def content_of(store: S3Store, version: ObjectVersion) -> bytes:
-    sink = BytesSink(0, version.size)
-    await store.download(version, 0, version.size, sink)
-    return bytes(sink.data)
+    return bytes(await read_bytes(store, version, 0, version.size))
 
 
 def sent_with(faulty: FaultyS3, before: int) -> dict[str, list[dict[str, str]]]:
