@@ -7,7 +7,6 @@ content in memory; a secret is never a setting or an argument.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,19 +53,16 @@ def key(settings: MountSettings) -> bytes:
     """Return the domain's key, from memory or else from its file; b"" if no file is set.
 
     Raises:
-        AccessError: the key is missing or too short.
+        AccessError: the key can't be read, or is too short or too long.
     """
-    handed = os.environ.get(_KEY)
-    if settings.cluster_cache_key is None:
+    path, handed = settings.cluster_cache_key, os.environ.get(_KEY)
+    if path is None:
         return b""
-    if handed is None:
-        return _read_key(settings.cluster_cache_key)
-    try:
-        content = base64.b64decode(_content(Path(handed)), validate=True)
-    except binascii.Error:
-        content = b""
-    if len(content) < LEAST_KEY:
-        raise AccessError("the key of the cluster cache was not handed over whole")
+    if handed is not None:
+        return base64.b64decode(_content(Path(handed)))
+    content = _content(path).rstrip(b"\r\n")
+    if not LEAST_KEY <= len(content) <= _MOST_KEY:
+        raise AccessError(f"{path}: a key has {LEAST_KEY} to {_MOST_KEY} bytes")
     return content
 
 
@@ -83,13 +79,6 @@ def credentials(settings: MountSettings) -> Mapping[str, str] | None:
 
 def _credentials_file(path: Path) -> Path:
     return Path(os.environ.get(_CREDENTIALS, path))
-
-
-def _read_key(path: Path) -> bytes:
-    content = _content(path).rstrip(b"\r\n")
-    if not LEAST_KEY <= len(content) <= _MOST_KEY:
-        raise AccessError(f"{path}: a key has {LEAST_KEY} to {_MOST_KEY} bytes")
-    return content
 
 
 def _read_credentials(path: Path) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import trio
@@ -27,7 +27,6 @@ from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.settings import S3Settings
-from fusefs.store.s3.store import S3Store
 from fusefs.telemetry.s3_requests import CLUSTER_REQUESTS
 
 GET, PUT = "CLUSTER GET", "CLUSTER PUT"
@@ -108,7 +107,7 @@ class BlockBucket:
             engine,
             CLUSTER_REQUESTS,
         )
-        self._store = S3Store(
+        self._puts = Requester(
             replace(
                 settings,
                 connect_timeout_s=PUT_CONNECT_TIMEOUT_S,
@@ -120,7 +119,6 @@ class BlockBucket:
             engine,
             CLUSTER_REQUESTS,
         )
-        self._puts = self._store.requester
         self._prefix = prefix
 
     async def open(self) -> None:
@@ -162,13 +160,10 @@ class BlockBucket:
                 answer = await self._gets.attempt(call, priority, begun=sent)
                 await take(memoryview(answer.body))
                 return
-            stream = _Stream(size)
-            try:
+            with closing(_Stream(size)) as stream:
                 sink = FileSink(stream.fd, 0, start, size)
                 call = Call(GET, "GET", key, headers=headers, sink=sink)
                 await self._stream(call, stream, take, sent, priority)
-            finally:
-                stream.close()
 
     async def _stream(
         self,
@@ -180,22 +175,21 @@ class BlockBucket:
     ) -> None:
         failure: Exception | None = None
 
-        async def read() -> None:
+        async def request() -> None:
             nonlocal failure
+            try:
+                await self._gets.attempt(call, priority, progress=stream, begun=sent)
+            except (AttemptError, OSError) as error:
+                failure = error
+            stream.end()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(request)
             try:
                 await stream.read(take)
             except Exception as error:  # raised below, because the nursery would wrap it
                 failure = error
-                requesting.cancel()
-
-        async with trio.open_nursery() as nursery:
-            with trio.CancelScope() as requesting:
-                nursery.start_soon(read)
-                try:
-                    await self._gets.attempt(call, priority, progress=stream, begun=sent)
-                except (AttemptError, OSError) as error:
-                    failure = failure or error
-            stream.end()
+                nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
 

@@ -448,19 +448,15 @@ static curl_socket_t open_socket(void *argument, curlsocktype purpose, struct cu
 
 /* ---------------------------------------------------------------- a transfer in its worker */
 
-/* Splits the lines "Name: value". Returns 0 if there is no memory. */
+/* Splits the lines "Name: value\n". Returns 0 if there is no memory. */
 static int read_headers(struct transfer *t) {
-    for (const char *lines = t->header_lines; *lines;) {
-        size_t size = strcspn(lines, "\n");
-        char *line = strndup(lines, size);
-        struct curl_slist *longer = line ? curl_slist_append(t->headers, line) : NULL;
-        free(line);
-        if (longer == NULL)
-            return 0;
+    char *lines = strdup(t->header_lines), *rest = lines, *line;
+    struct curl_slist *longer = NULL;
+    while ((line = strsep(&rest, "\n")) != NULL && *line &&
+           (longer = curl_slist_append(t->headers, line)) != NULL)
         t->headers = longer;
-        lines += size + (lines[size] == '\n');
-    }
-    return 1;
+    free(lines);
+    return longer != NULL;
 }
 
 static int set_options(struct transfer *t, CURL *easy) {
@@ -898,13 +894,18 @@ static PyObject *engine_cancel(Engine *engine, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
+static double since_submitted(const struct transfer *t, double moment) {
+    return moment ? moment - t->submitted : 0;
+}
+
 static PyObject *completion_of(const struct transfer *t) {
     return Py_BuildValue(
-        "iy#y#LziilyNdddd", t->status, t->head ? t->head : "", (Py_ssize_t)t->head_length,
+        "iy#y#LziilNNddd", t->status, t->head ? t->head : "", (Py_ssize_t)t->head_length,
         t->content ? t->content : "", (Py_ssize_t)t->content_size, (long long)t->received,
-        t->error, (int)t->code, t->error_number, t->proxy_status, t->detail,
-        PyBool_FromLong(t->may_have_been_executed),
-        t->submitted, t->connected, t->first_byte, t->last_byte);
+        t->error, (int)t->code, t->error_number, t->proxy_status,
+        PyUnicode_DecodeUTF8(t->detail, (Py_ssize_t)strlen(t->detail), "replace"),
+        PyBool_FromLong(t->may_have_been_executed), since_submitted(t, t->connected),
+        since_submitted(t, t->first_byte), since_submitted(t, t->last_byte));
 }
 
 /* Appends `item`, which may be NULL, and consumes the reference to it. */

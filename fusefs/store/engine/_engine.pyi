@@ -2,11 +2,10 @@ from typing import TypeAlias
 
 from fusefs.store.engine import engine
 
-# A transfer's end: status, headers ("name\\0value\\0..."), body, received, the engine's own error,
-# CURLcode, errno, proxy_status, detail, may_have_been_executed, and the monotonic times of
-# submission, connection, first and last byte.
+# The fields of a `Completion`; headers are "name\\0value\\0...", and the engine's own error is
+# followed by the CURLcode.
 Outcome: TypeAlias = tuple[
-    int, bytes, bytes, int, str | None, int, int, int, bytes, bool, float, float, float, float
+    int, bytes, bytes, int, str | None, int, int, int, str, bool, float, float, float
 ]
 
 class Transfer:

@@ -260,26 +260,13 @@ class Transfer(_engine.Transfer):
 
     def complete(self, outcome: _engine.Outcome) -> None:
         """Set the completion from `outcome` and wake the waiting task."""
-        status, head, body, received, error, code, number, proxy_status, detail, *_ = outcome
-        may_have_been_executed, submitted, connected, first, last = outcome[9:]
+        status, head, body, received, error, code = outcome[:6]
+        done = Completion(status, _parsed(head), body, received, error, *outcome[6:])
         if error is None and code:
-            error = _ERRORS.get(code, "protocol")
-            if self._has_proxy and not connected and (proxy_status >= 300 or code == 7):
-                error = "proxy"
-        self.completion = Completion(
-            status,
-            _parsed(head),
-            body,
-            received,
-            error,
-            number,
-            proxy_status,
-            detail.decode(errors="replace"),
-            may_have_been_executed,
-            connected and connected - submitted,
-            first and first - submitted,
-            last - submitted,
-        )
+            is_proxys = done.proxy_status >= 300 or code == 7
+            is_proxys = is_proxys and self._has_proxy and not done.connected_s
+            done = done._replace(error="proxy" if is_proxys else _ERRORS.get(code, "protocol"))
+        self.completion = done
         self.look_up()
 
     def look_up(self) -> None:
@@ -306,9 +293,9 @@ def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
     Raises:
         ValueError: a header has a line break or a NUL, or is not Latin-1.
     """
-    lines = list(map(": ".join, headers))
-    text = "".join([f"{line}\n" for line in lines])
-    if text.count("\n") != len(lines) or "\r" in text or "\0" in text:
+    lines = [*map(": ".join, headers), ""]
+    text = "\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or "\r" in text or "\0" in text:
         raise ValueError("a header has a line break or a zero")
     text = text.replace(": \n", ";\n")  # libcurl's form of a header without a value
     expects = "" if "expect:" in text.lower() else "Expect:\n"

@@ -53,14 +53,16 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
 
-OTHER_OBJECT = Failure(StaleVersionError, "the object has been replaced")
-# Perhaps a proxy's mistake, so a retry may help.
 _OTHER_RANGE = "S3 sent another range than the requested one"
-OTHER_RANGE = Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0)
 _OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compressed?)"
-OTHER_SIZE = Failure(StoreError, _OTHER_SIZE)
+_NOT_THE_OBJECT = {
+    "etag": Failure(StaleVersionError, "the object has been replaced"),
+    # Perhaps a proxy's mistake, so a retry may help.
+    "range": Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0),
+    "size": Failure(StoreError, _OTHER_SIZE),
+}
+_UNSENDABLE = Failure(StoreError, "no header of a request can say that")
 _TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
-_NOT_THE_OBJECT = {"etag": OTHER_OBJECT, "range": OTHER_RANGE, "size": OTHER_SIZE}
 _LOCAL = ("sink-full", "sink-failed", "source-failed")
 
 T = TypeVar("T")
@@ -312,7 +314,6 @@ class Requester:
             offset_s = access.clock.offset_s
             # After a time-out the network may have lost all connections without a word.
             is_fresh = trio.current_time() - self._timed_out < DOUBTFUL_S
-            request = access.address.request(call, access.keys, is_fresh=is_fresh)
             self.counted[_COUNTERS[call.operation]] += 1
             clock, code = RequestClock(call.operation, self._requests), "cancelled"
             sent = time.monotonic()
@@ -323,6 +324,7 @@ class Requester:
                     progress.arrived(received, sums)
 
             try:
+                request = access.address.request(call, access.keys, is_fresh=is_fresh)
                 if hedge is None:
                     completion = await self.engine.send(request, arrived)
                 else:
@@ -337,6 +339,8 @@ class Requester:
                     raise AttemptError(failure)
                 code = "200"
                 return completion
+            except ValueError as error:
+                raise AttemptError(_UNSENDABLE) from error
             finally:
                 clock.end(code)
 

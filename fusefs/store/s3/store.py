@@ -18,7 +18,7 @@ import trio
 from fusefs.store.engine.engine import Engine, open_engine
 from fusefs.store.errors import AccessDeniedError, AttemptError, CredentialsError, StoreError
 from fusefs.store.http import redirects
-from fusefs.store.interface import Condition, ListPage, ObjectInfo, UnansweredChanges
+from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from fusefs.store.s3 import copy as copying
 from fusefs.store.s3 import delete as deleting
 from fusefs.store.s3 import head as heading
@@ -64,6 +64,7 @@ class S3Store:
         self.copy = partial(copying.copy, fence)
         self.delete = partial(deleting.delete, fence)
         self.delete_many = partial(deleting.delete_many, fence)
+        self.complete = multipart.Upload.complete
         self.hurry = requester.reprioritize
         self.counters = requester.counters
 
@@ -166,11 +167,6 @@ class S3Store:
 
     async def head(self, key: str) -> ObjectInfo:
         return (await heading.head(self.requester, key))[0]
-
-    async def complete(
-        self, upload: multipart.Upload, size: int, condition: Condition = None
-    ) -> ObjectInfo:
-        return await upload.complete(size, condition)
 
 
 @asynccontextmanager
