@@ -30,7 +30,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from fusefs.store.interface import ObjectInfo, ObjectVersion, read_bytes
+from fusefs.store.interface import ObjectInfo, read_bytes
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 

@@ -13,7 +13,7 @@ from fusefs.store.errors import (
     ThrottledError,
     UnreachableError,
 )
-from fusefs.store.s3.get import SMALL
+from fusefs.store.interface import LARGE
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import BODY, download, opened
@@ -31,7 +31,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("size", [SMALL, len(BODY)], ids=["small", "large"])
+@pytest.mark.parametrize("size", [LARGE, len(BODY)], ids=["small", "large"])
 @pytest.mark.parametrize(("code", "kind", "number"), FAULTS)
 async def test_a_refused_download_says_why(
     shared: Bucket, faulty: FaultyS3, code: str, kind: type[StoreError], number: int, size: int

@@ -52,7 +52,6 @@ enum {
     SUM_BLOCK = 1 << 20, /* as BLOCK in cache/integrity/checksums.py */
     MOST_IDLE_S = 30,    /* older idle connections are not reused: they may be lost */
     CA_CACHED_S = 300,   /* parsed authorities are cached: their file may be replaced */
-    MOST_SPARE = 64,     /* unused easy handles that a worker keeps */
 };
 #define LONGEST_WAIT_S 60.0
 #define STALLED_S 0.1 /* longer disk waits of a worker extend the servers' deadlines */
@@ -116,8 +115,6 @@ struct worker {
     pthread_t thread;
     CURLM *multi;
     CURLSH *share;
-    CURL *spare[MOST_SPARE];
-    int spare_count;
     struct transfer active;     /* a ring */
     struct transfer *completed; /* not published yet */
     double next_check;          /* time to check deadlines */
@@ -463,6 +460,7 @@ static int set_options(struct transfer *t, CURL *easy) {
     int bad = 0;
 #define SET(option, value) bad |= curl_easy_setopt(easy, CURLOPT_##option, value) != CURLE_OK
     SET(PRIVATE, t);
+    SET(SHARE, t->worker->share); /* all transfers of the worker share TLS sessions */
     SET(ERRORBUFFER, t->detail);
     SET(NOSIGNAL, 1L);
     SET(URL, t->url);
@@ -593,12 +591,7 @@ static void finish(struct worker *worker, struct transfer *t, CURLcode code) {
         conclude(t, code);
         /* Closes the connection of an unfinished transfer; no callback follows. */
         curl_multi_remove_handle(worker->multi, t->easy);
-        if (worker->spare_count < MOST_SPARE) {
-            curl_easy_reset(t->easy);
-            worker->spare[worker->spare_count++] = t->easy;
-        } else {
-            curl_easy_cleanup(t->easy);
-        }
+        curl_easy_cleanup(t->easy);
         t->easy = NULL;
     }
     if (is_for_file(t)) {
@@ -624,11 +617,7 @@ static void begin(struct worker *worker, struct transfer *t) {
     t->previous = ring->previous;
     ring->previous->next = t;
     ring->previous = t;
-    if (worker->spare_count)
-        t->easy = worker->spare[--worker->spare_count];
-    else if ((t->easy = curl_easy_init()) != NULL)
-        /* Survives curl_easy_reset: all transfers of the worker share TLS sessions. */
-        curl_easy_setopt(t->easy, CURLOPT_SHARE, worker->share);
+    t->easy = curl_easy_init(); /* 2 us */
     if (t->easy == NULL || !read_headers(t) || !set_options(t, t->easy) ||
         curl_multi_add_handle(worker->multi, t->easy) != CURLM_OK) {
         t->error = "memory";
@@ -738,8 +727,6 @@ static void *work(void *argument) {
         if (goes_on)
             await_work(worker);
     }
-    while (worker->spare_count)
-        curl_easy_cleanup(worker->spare[--worker->spare_count]);
     curl_multi_cleanup(worker->multi); /* closes the connections */
     curl_share_cleanup(worker->share);
     return NULL;

@@ -9,8 +9,8 @@ from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http.proxies import ProxyError, choose, shown
+from fusefs.store.interface import LARGE
 from fusefs.store.s3.access import Access
-from fusefs.store.s3.get import SMALL
 from fusefs.store.s3.settings import S3Settings
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
@@ -136,7 +136,7 @@ async def test_every_read_goes_through_the_proxy(
     async with opened(shared, faulty, **(settings if is_secure else {})) as store:
         await store.check("")
         info = await store.head("body")
-        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
         assert await download(store, info) == BODY
     if is_secure:
         assert set(proxy.tunnels) == {secure.url.removeprefix("https://")}
@@ -163,7 +163,7 @@ async def test_no_read_goes_through_a_proxy_where_no_proxy_says_so(
     async with opened(shared, faulty, **(settings if is_secure else {})) as store:
         await store.check("")
         info = await store.head("body")
-        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
         assert await download(store, info) == BODY
         assert store.counters()["retries"] == 0
 

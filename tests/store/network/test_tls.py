@@ -13,7 +13,7 @@ from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http import trust
-from fusefs.store.s3.get import SMALL
+from fusefs.store.interface import LARGE
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -43,7 +43,7 @@ async def test_a_certificate_that_is_its_own_authority_serves_all_reads(
     settings = {"endpoint_url": own_authority.url, "ca_bundle": str(own_authority.authority)}
     async with opened(shared, faulty, **settings) as store:
         info = await store.head("body")
-        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
         assert await download(store, info) == BODY
         assert store.counters()["retries"] == 0
 
@@ -73,7 +73,7 @@ async def test_an_authority_of_the_system_is_trusted_for_all_requests(
     async with opened(shared, faulty, endpoint_url=secure.url) as store:
         await store.check("")
         info = await store.head("body")
-        assert await download(store, info, 0, SMALL) == BODY[:SMALL]
+        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
         assert await download(store, info) == BODY
 
 
