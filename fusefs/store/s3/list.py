@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from html import unescape
@@ -22,7 +21,6 @@ from typing import Any
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
-from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import AttemptError, Failure, StoreError, UnreachableError
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.store.s3.address import Call
@@ -66,28 +64,15 @@ def list_call(
     return Call("LIST", "GET", query=query)
 
 
-def page_of(answer: Completion, prefix: str) -> ListPage:
-    """Parse the page in an answer; entries that are not below the prefix are dropped.
-
-    Raises:
-        AttemptError: the answer is no listing.
-    """
-    page = parse(answer.body)
-    objects = [info for info in page.objects if info.key.startswith(prefix)]
-    prefixes = [one for one in page.prefixes if one.startswith(prefix) and one != prefix]
-    others = len(page.objects) + len(page.prefixes) - len(objects) - len(prefixes)
-    return replace(page, objects=objects, prefixes=prefixes, unnamed=page.unnamed + others)
-
-
-def parse(body: bytes) -> ListPage:
-    """Parse a ListBucketResult.
+def parse(body: bytes, prefix: str = "") -> ListPage:
+    """Parse a ListBucketResult; entries that are not below the prefix are dropped.
 
     Raises:
         AttemptError: the document is no listing.
     """
     try:
         entries, rest = _cut(body.decode())
-        return _page(_root(rest), entries)
+        return _page(_root(rest), entries, prefix)
     except (ElementTree.ParseError, ValueError) as error:
         # A truncated document may be whole the next time; any other stays the same.
         is_whole = b"<ListBucketResult" in body and body.rstrip().endswith(b"</ListBucketResult>")
@@ -123,7 +108,7 @@ def _root(text: str) -> ElementTree.Element:
     return root
 
 
-def _page(root: ElementTree.Element, entries: list[str]) -> ListPage:
+def _page(root: ElementTree.Element, entries: list[str], prefix: str) -> ListPage:
     is_encoded = text_of(root, "EncodingType") == "url"
     objects = _objects(entries, is_encoded) if entries else []
     prefixes = [
@@ -132,16 +117,17 @@ def _page(root: ElementTree.Element, entries: list[str]) -> ListPage:
     ]
     count = len(objects) + len(prefixes)
     objects = [info for info in objects if info.key]
-    prefixes = [prefix for prefix in prefixes if prefix]
-    unnamed = count - len(objects) - len(prefixes)
+    prefixes = [one for one in prefixes if one]
     last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
     token = None
     if text_of(root, "IsTruncated") == "true" and last:
         # Without a token the listing still continues after its last key.
         token = text_of(root, "NextContinuationToken") or last
-    elif unnamed and text_of(root, "IsTruncated") == "true":
+    elif count and text_of(root, "IsTruncated") == "true":
         raise ValueError("its entries have no keys")
-    return ListPage(objects, prefixes, token, last, unnamed)
+    objects = [info for info in objects if info.key.startswith(prefix)]
+    prefixes = [one for one in prefixes if one.startswith(prefix) and one != prefix]
+    return ListPage(objects, prefixes, token, last, count - len(objects) - len(prefixes))
 
 
 def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:

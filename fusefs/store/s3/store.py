@@ -26,7 +26,7 @@ from fusefs.store.s3 import multipart
 from fusefs.store.s3 import put as putting
 from fusefs.store.s3.conditions import Fence
 from fusefs.store.s3.get import Described, Getter
-from fusefs.store.s3.list import list_call, page_of
+from fusefs.store.s3.list import list_call, parse
 from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
@@ -162,8 +162,9 @@ class S3Store:
     ) -> ListPage:
         """Return one page as S3 lists it."""
         call = list_call(prefix, delimiter, start_after, max_keys, token)
-        accept = partial(page_of, prefix=prefix)
-        return await self.requester.send(call, accept, retry_time_s=retry_time_s)
+        return await self.requester.send(
+            call, lambda answer: parse(answer.body, prefix), retry_time_s=retry_time_s
+        )
 
     async def head(self, key: str) -> ObjectInfo:
         return (await heading.head(self.requester, key))[0]

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import AttemptError, UnsupportedError
 from fusefs.store.interface import ListPage, ObjectInfo
-from fusefs.store.s3.list import page_of, parse
+from fusefs.store.s3.list import parse
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
@@ -41,10 +40,6 @@ def document(*parts: str, namespace: str = NAMESPACE, encoding: str = "url") -> 
         f'<?xml version="1.0" encoding="UTF-8"?>\n<ListBucketResult{namespace}>'
         f"<Name>bucket</Name>{''.join(parts)}{element}</ListBucketResult>"
     ).encode()
-
-
-def answered(body: bytes) -> Completion:
-    return Completion(200, {}, body, len(body), None, 0, 0, "", False, 0.0, 0.1, 0.1)
 
 
 @pytest.mark.parametrize("order", [AWS, SEAWEEDFS])
@@ -202,8 +197,7 @@ def test_an_entry_without_a_key_is_counted() -> None:
 
 
 def test_an_entry_beside_the_prefix_is_counted() -> None:
-    answer = document(entry(Key="a/b"), entry(Key="c"))
-    page = page_of(answered(answer), "a/")
+    page = parse(document(entry(Key="a/b"), entry(Key="c")), "a/")
     assert ([info.key for info in page.objects], page.unnamed) == (["a/b"], 1)
 
 
