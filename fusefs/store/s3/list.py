@@ -41,8 +41,8 @@ MOST_64 = (1 << 63) - 1
 LONGEST_VALUE = 1024
 # The characters of a header: visible ones of Latin-1 (RFC 9110, section 8.8.3), and blanks.
 _ETAG = re.compile(f"[ -~\xa1-\xff]{{1,{LONGEST_VALUE}}}")
-# ETags that `quoted` returns as they are.
-_QUOTED = re.compile(f'"[ -~]{{1,{LONGEST_VALUE - 1}}}')
+# ETags that `quoted` returns as they are, one a line.
+_QUOTED = re.compile(f'(?:"[ !#-~]{{1,{LONGEST_VALUE - 2}}}+"\n)*+')
 _VALUE = re.compile(f"(?=.{{1,{LONGEST_VALUE}}}$)[!-~]([ -~]*[!-~])?")
 
 
@@ -145,7 +145,7 @@ def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
     known = {name: sys.intern(usable(unescape(name)) or "STANDARD") for name in set(classes)}
     storage_classes = [known[name] for name in classes] or ["STANDARD"] * len(keys)
     try:
-        if not all(map(_QUOTED.fullmatch, etags)):
+        if not _QUOTED.fullmatch("\n".join([*etags, ""])):
             etags = list(map(quoted, etags))
         values = list(map(size_of, sizes)), etags, map(nanoseconds, times)
         if {len(keys), len(sizes), len(etags), len(times), len(storage_classes)} == {len(entries)}:
