@@ -270,8 +270,8 @@ class Fusefs:
                 self.used -= victim.size
             file.present.add(0, size)
             self.used += size
-            self._order.arrived(size)
-        self._order.settle(file)
+            self._order.fetched += size
+        self._order.insert(file)
         return is_there
 
     def fetch_ahead(self, name: str, size: int) -> None:
@@ -281,8 +281,8 @@ class Fusefs:
             if self._order.fetch_ahead(file):
                 file.present.add(0, size)
                 self.used += size
-                self._order.arrived(size)
-                self._order.settle(file)
+                self._order.fetched += size
+                self._order.insert(file)
             else:
                 del self._files[name]
 

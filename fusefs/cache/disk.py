@@ -27,8 +27,8 @@ from typing import TypeVar
 
 import trio
 
+from fusefs.cache.cached_file import OpenFile
 from fusefs.cache.catalog import Catalog
-from fusefs.cache.integrity.direct_reader import DirectReader
 from fusefs.linux import files
 from fusefs.linux.descriptors import check_unreserved
 
@@ -86,8 +86,8 @@ class Disk:
         digest = blake2b(mount.encode(), digest_size=8).digest()
         self._byte = 2 + (int.from_bytes(digest, "big") >> 2)
 
-    def create(self, name: str, size: int) -> tuple[int, str, int]:
-        """Create an empty file; return (descriptor, new generation, st_ino)."""
+    def create(self, name: str, size: int) -> OpenFile:
+        """Create an empty file under a new generation, and open it."""
         path = self.new_path(name)
         create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fd = self._with_folder(name, create)
@@ -102,13 +102,13 @@ class Disk:
     def new_path(self, name: str) -> str:
         """The path for a file of this name with a new generation; does not create the file."""
         check_unreserved()
-        return self._path(name, f"{random.getrandbits(32):08x}")
+        return self.path(name, f"{random.getrandbits(32):08x}")
 
-    def created(self, path: str, fd: int) -> tuple[int, str, int]:
-        """Take over a file created at `new_path`; return (descriptor, generation, st_ino)."""
+    def created(self, path: str, fd: int) -> OpenFile:
+        """Take over the open, empty file that was created at a `new_path`."""
         try:
             self._note_use(fd)
-            return fd, path.rpartition(".")[2], os.fstat(fd).st_ino
+            return OpenFile(fd, path.rpartition(".")[2], os.fstat(fd).st_ino, b"")
         except OSError:
             os.close(fd)
             os.unlink(path)
@@ -117,17 +117,9 @@ class Disk:
     def adopt(self, name: str, path: str) -> tuple[str, int]:
         """Move a file of this disk into the cache; return its new (generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
-        target = self._path(name, generation)
+        target = self.path(name, generation)
         self._with_folder(name, partial(os.rename, path, target))
         return generation, os.stat(target).st_ino
-
-    def take_out(self, name: str, generation: str, path: str) -> None:
-        """Move a file that will be written to out of the cache, to a path on the same disk."""
-        os.rename(self._path(name, generation), path)
-
-    def bring_back(self, name: str, generation: str, path: str) -> None:
-        """Undo `take_out`: move the file at `path` back into the cache."""
-        os.rename(path, self._path(name, generation))
 
     def is_shared(self, fd: int) -> bool:
         """True if another mount holds a lock on the open file `fd`."""
@@ -144,13 +136,13 @@ class Disk:
 
     def rename(self, name: str, generation: str, new_name: str) -> None:
         """Rename a file within the cache; the generation stays the same."""
-        paths = self._path(name, generation), self._path(new_name, generation)
+        paths = self.path(name, generation), self.path(new_name, generation)
         self._with_folder(new_name, partial(os.rename, *paths))
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
         """Open and lock a file; -1 if there is no such file with this inode number and size."""
         check_unreserved()
-        path = self._path(name, generation)
+        path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
         except FileNotFoundError:
@@ -170,13 +162,9 @@ class Disk:
         os.close(fd)
         return -1
 
-    def open_to_examine(self, name: str, generation: str, *, is_direct: bool) -> DirectReader:
-        """Open a file for comparing its bytes; with `is_direct` past the page cache."""
-        return DirectReader(self._path(name, generation), is_direct=is_direct)
-
     def unlink(self, name: str, generation: str) -> int | None:
         """Unlink a file; return None if a mount uses it, its descriptor if mapped, else -1."""
-        path = self._path(name, generation)
+        path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
         except FileNotFoundError:
@@ -201,12 +189,12 @@ class Disk:
     def drop(self, name: str, generation: str) -> None:
         """Unlink a file that no other mount knows; no error if it is gone."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(name, generation))
+            os.unlink(self.path(name, generation))
 
     def sync(self, name: str, generation: str) -> bool:
         """Call fdatasync on a file; False if the file is gone or the disk failed."""
         try:
-            fd = os.open(self._path(name, generation), _FLAGS)
+            fd = os.open(self.path(name, generation), _FLAGS)
         except OSError:
             return False
         try:
@@ -221,7 +209,7 @@ class Disk:
     def has_inode(self, name: str, generation: str, st_ino: int) -> bool:
         """True if the file exists and has this inode number."""
         try:
-            return os.stat(self._path(name, generation)).st_ino == st_ino
+            return os.stat(self.path(name, generation)).st_ino == st_ino
         except OSError:
             return False
 
@@ -250,7 +238,7 @@ class Disk:
         self, name: str, generation: str, age_s: float, is_known: Callable[[], bool]
     ) -> None:
         """Remove a file unless it is in use, not older than `age_s` seconds, or `is_known()`."""
-        path = self._path(name, generation)
+        path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
         except OSError:
@@ -274,7 +262,7 @@ class Disk:
                 os.mkdir(self.folder / name[:2])
             return make_file()
 
-    def _path(self, name: str, generation: str) -> str:
+    def path(self, name: str, generation: str) -> str:
         # Not with pathlib, which takes longer than the disk does.
         return f"{self.folder}/{name[:2]}/{name}.{generation}"
 

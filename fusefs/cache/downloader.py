@@ -21,7 +21,8 @@ import errno
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -31,7 +32,6 @@ from fusefs.cache.disk import DiskLatency
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.checksums import Sum, sums_of_bytes
-from fusefs.cache.quota import Quota
 from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
@@ -59,14 +59,13 @@ class Download:
     """The download of one range [start, stop) of one file.
 
     All bytes before `position` have arrived. `demanded` counts the waiting readers,
-    `wanted` the interested prefetches and jobs. A job's download evicts no file that was
-    used at or after `keep_used_since` (seconds since the epoch). `on_end` is called when the
-    download has ended, `note_demand` with 1 when the first reader begins to wait, and
-    with -1 when no reader waits any more.
+    `wanted` the interested prefetches and jobs. Unless a reader waits, it evicts no file that was
+    used at or after `keep_used_since` (seconds since the epoch; inf: no file is protected, -inf:
+    only files of less value than one fetched ahead may go). `on_end` is called when it has ended.
     """
 
     __slots__ = (
-        "_note_demand",
+        "_on_end",
         "_waiters",
         "cancel_scope",
         "demanded",
@@ -74,7 +73,6 @@ class Download:
         "file",
         "is_done",
         "keep_used_since",
-        "on_end",
         "position",
         "since",
         "start",
@@ -85,40 +83,27 @@ class Download:
     )
 
     def __init__(
-        self, file: CacheFile, start: int, stop: int, note_demand: Callable[[int], None]
+        self,
+        file: CacheFile,
+        start: int,
+        stop: int,
+        keep_used_since: float = math.inf,
+        on_end: Callable[[Download], None] = lambda _: None,
     ) -> None:
         self.file = file
-        self._note_demand = note_demand
         self.start = start
         self.stop = stop
         self.position = self.waited_to = start
         self.since = time.monotonic()
-        self.keep_used_since: float | None = None
+        self.keep_used_since = keep_used_since
+        self._on_end = on_end
         self.demanded = 0
         self.wanted = 0
         self.is_done = False
         self.work = Work()
         self.error: Exception | None = None
-        self.on_end: Callable[[], None] = lambda: None
         self.cancel_scope = trio.CancelScope()
         self._waiters: list[tuple[int, trio.Event]] = []
-
-    def join(self, keep_used_since: float) -> None:
-        """Add a job; whatever may be evicted for it or for an earlier job may be evicted now."""
-        self.keep_used_since = max(keep_used_since, self._kept_since())
-
-    def kept_since(self) -> float:
-        """The time (epoch seconds) at or after which a file's last use protects it from eviction.
-
-        inf: no file is protected. -inf: only files of less value than one fetched ahead may go.
-        """
-        return math.inf if self.demanded else self._kept_since()
-
-    def _kept_since(self) -> float:
-        """Like `kept_since`, as if no reader waited."""
-        if self.keep_used_since is not None:
-            return self.keep_used_since
-        return -math.inf if self.file.rank is Rank.AHEAD else math.inf
 
     def advance(self, position: int) -> None:
         """Record that all bytes before `position` are in the file; wake their readers."""
@@ -136,7 +121,7 @@ class Download:
         for _, event in self._waiters:
             event.set()
         self._waiters = []
-        self.on_end()
+        self._on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
         """Count a reader's wait for [start, stop); return how many bytes had no wait before."""
@@ -145,36 +130,10 @@ class Download:
         return new
 
     async def reach(self, position: int) -> None:
-        """Wait until the bytes before `position` have arrived, or the download has ended.
-
-        If the caller is cancelled and nothing else wants the download, it is cancelled, too.
-        """
-        event = trio.Event()
-        self._waiters.append((position, event))
-        self.demanded += 1
-        if self.demanded == 1:
-            self._note_demand(1)
-        self.work.wait(1)
-        try:
-            await event.wait()
-        except trio.Cancelled:
-            self._leave()
-            self._stop_if_unwanted()
-            raise
-        finally:
-            self.work.wait(-1)
-        self._leave()
-
-    def _leave(self) -> None:
-        self.demanded -= 1
-        if not self.demanded:
-            self._note_demand(-1)
-
-    async def ended(self) -> None:
-        """Wait until the download has ended, without raising its priority."""
+        """Wait until the bytes before `position` have arrived, or the download has ended."""
         if not self.is_done:
             event = trio.Event()
-            self._waiters.append((self.stop + 1, event))
+            self._waiters.append((position, event))
             await event.wait()
 
     def urgency(self) -> Priority:
@@ -190,9 +149,9 @@ class Download:
     def unwant(self) -> None:
         """End the interest of a prefetch or job; cancel the download if nothing else wants it."""
         self.wanted -= 1
-        self._stop_if_unwanted()
+        self.cancel_if_unwanted()
 
-    def _stop_if_unwanted(self) -> None:
+    def cancel_if_unwanted(self) -> None:
         if not self.demanded and not self.wanted and not self.is_done:
             self.cancel_scope.cancel()
 
@@ -225,7 +184,7 @@ class Downloader:
         self._source = source
         self._cache = evictor.cache
         self._evictor = evictor
-        self._nursery = nursery
+        self.nursery = nursery
         self._running: set[Download] = set()
         self.demand = Demand()
         # True if a successful download proves that the version is current in the bucket.
@@ -246,10 +205,6 @@ class Downloader:
         """The number of bytes that the cache may use now."""
         return self._cache.quota.limit
 
-    def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in the downloads' nursery, so that it is cancelled with them."""
-        self._nursery.start_soon(work)
-
     async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
         """Return once the bytes [start, stop) are in the file, which the caller has pinned.
 
@@ -264,14 +219,32 @@ class Downloader:
         if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             raise NotKeptError
         while (missing := file.present.first_missing(start, stop)) is not None:
-            download = self.find(file, missing[0])
-            if download is None:
-                download = self._demand(file, *missing)
+            download = self.find(file, missing[0]) or self._demand(file, *missing)
             until = min(stop, download.stop)
             self.waited_bytes += download.note_wait(missing[0], until)
-            await download.reach(until)
+            await self._wait(download, until)
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
+
+    async def _wait(self, download: Download, position: int) -> None:
+        """Wait with the priority of a reader until the bytes before `position` have arrived."""
+        download.demanded += 1
+        if download.demanded == 1:
+            self.demand.change(1)
+            if download in self._running:
+                self._source.hurry()  # it may wait for a connection with a lower priority
+        download.work.wait(1)
+        is_cancelled = True
+        try:
+            await download.reach(position)
+            is_cancelled = False
+        finally:
+            download.work.wait(-1)
+            download.demanded -= 1
+            if not download.demanded:
+                self.demand.change(-1)
+            if is_cancelled:
+                download.cancel_if_unwanted()
 
     async def fill(self, file: CacheFile, start: int, stop: int, keep_used_since: float) -> int:
         """Download the missing bytes of [start, stop) of a pinned file, at low priority.
@@ -294,13 +267,13 @@ class Downloader:
         while (missing := file.present.first_missing(start, stop)) is not None:
             download = self.find(file, missing[0])
             if download is None:
-                download = self._start(file, missing[0], self._free_until(file, *missing))
-                download.keep_used_since = keep_used_since
-            else:
-                download.join(keep_used_since)
+                until = self._free_until(file, *missing)
+                download = self._start(file, missing[0], until, keep_used_since)
+            # Whatever may be evicted for this job or for an earlier one may be evicted now.
+            download.keep_used_since = max(keep_used_since, download.keep_used_since)
             download.wanted += 1
             try:
-                await download.ended()
+                await download.reach(download.stop + 1)
             finally:
                 download.unwant()
             if download.error is not None and not file.present.covers(*missing):
@@ -332,11 +305,17 @@ class Downloader:
         finally:
             self._cache.unpin(file)
 
-    def want(self, file: CacheFile, start: int, stop: int) -> list[Download]:
+    def want(
+        self,
+        file: CacheFile,
+        start: int,
+        stop: int,
+        on_end: Callable[[Download], None] = lambda _: None,
+    ) -> list[Download]:
         """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
 
-        Returns fewer if the cache has no room for a file that was not opened yet.
-        The caller calls `unwant` on each when it loses interest.
+        Returns fewer if the cache has no room for a file that was not opened yet. The caller calls
+        `unwant` on each when it loses interest; `on_end` is called when a started one has ended.
         """
         started = []
         at = start
@@ -349,9 +328,10 @@ class Downloader:
                 continue
             part_stop = min(gap[1], gap[0] - gap[0] % PART + PART)
             part_stop = self._free_until(file, gap[0], part_stop)
-            if not self._cache.fetch_ahead(file):
+            if not self._cache.order.fetch_ahead(file):
                 break
-            download = self._start(file, gap[0], part_stop)
+            since = -math.inf if file.rank is Rank.AHEAD else math.inf
+            download = self._start(file, gap[0], part_stop, since, on_end)
             download.wanted = 1
             started.append(download)
             at = part_stop
@@ -392,18 +372,20 @@ class Downloader:
             [stop, *(other.start for other in self._of.get(file, ()) if other.start > start)]
         )
 
-    def _start(self, file: CacheFile, start: int, stop: int) -> Download:
-        download = Download(file, start, stop, self._note_demand)
+    def _start(
+        self,
+        file: CacheFile,
+        start: int,
+        stop: int,
+        keep_used_since: float = math.inf,
+        on_end: Callable[[Download], None] = lambda _: None,
+    ) -> Download:
+        download = Download(file, start, stop, keep_used_since, on_end)
         file.downloads += 1
         self._of.setdefault(file, []).append(download)
         self._cache.pin_again(file)
-        self._nursery.start_soon(self._run, download)
+        self.nursery.start_soon(self._run, download)
         return download
-
-    def _note_demand(self, change: int) -> None:
-        self.demand.change(change)
-        if change > 0:
-            self._source.hurry()
 
     async def _run(self, download: Download) -> None:
         """Run a download to its end; never raises its error, which its waiters raise."""
@@ -447,10 +429,9 @@ class Downloader:
         size = download.stop - download.start
         if not await self._reserve(download, size):
             return NotKeptError()
-        reservation = Reservation(self._cache.quota, size)
         try:
-            with self.path.download(size) as meter:
-                sink = FileSink(self._cache, self.disk_latency, meter, download, reservation)
+            with DownloadMeter(self.path, size) as meter:
+                sink = FileSink(self._cache, self.disk_latency, meter, download)
                 await self._stream(download, sink)
         except OSError as error:
             # An error of the cache disk: the store raises no OSError.
@@ -462,19 +443,18 @@ class Downloader:
         except StoreError as error:
             return error
         finally:
-            reservation.close()
+            self._cache.quota.release(download.stop - download.position)
         return None
 
     async def _reserve(self, download: Download, size: int) -> bool:
-        since = download.kept_since()
-        while not await self._evictor.reserve(
-            size, keep_used_since=since, is_ahead=since == -math.inf
-        ):
-            refused, since = since, download.kept_since()
-            if since <= refused:
-                return False
-            # A reader or a job has joined meanwhile, for which more files may be evicted.
-        return True
+        refused: float | None = None
+        while (since := math.inf if download.demanded else download.keep_used_since) != refused:
+            if await self._evictor.reserve(
+                size, keep_used_since=since, is_ahead=since == -math.inf
+            ):
+                return True
+            refused = since  # a reader or job may join, for which more files may be evicted
+        return False
 
     async def _stream(self, download: Download, sink: FileSink) -> None:
         file = download.file
@@ -503,13 +483,11 @@ class FileSink:
         latency: DiskLatency,
         meter: DownloadMeter,
         download: Download,
-        reservation: Reservation,
     ) -> None:
         self._cache = cache
         self._latency = latency
         self._meter = meter
         self._download = download
-        self._reservation = reservation
         self._opening = trio.Lock()  # two sources may bring the first bytes
 
     async def open(self) -> int | NewFile:
@@ -518,12 +496,12 @@ class FileSink:
         return self if is_new else await self._descriptor()
 
     def new_path(self) -> str:
-        return self._cache.new_path(self._download.file)
+        return self._cache.disk.new_path(self._download.file.name)
 
     def created(self, path: str, fd: int) -> int:
         file = self._download.file
         if file.fd < 0:
-            self._cache.created(file, path, fd)
+            self._cache.set_open(file, self._cache.disk.created(path, fd))
         else:  # another source has begun to bring the same bytes
             try:
                 os.pwrite(file.fd, os.pread(fd, file.size, 0), 0)
@@ -537,8 +515,8 @@ class FileSink:
         if file.fd < 0:
             async with self._opening:
                 if file.fd < 0:
-                    created = await self._on_disk(lambda: self._cache.create(file))
-                    self._cache.set_open(file, created)
+                    create = partial(self._cache.disk.create, file.name, file.size)
+                    self._cache.set_open(file, await self._on_disk(create))
         return file.fd
 
     async def write(self, offset: int, data: memoryview) -> None:
@@ -571,25 +549,8 @@ class FileSink:
         size = max(0, stop - download.position)
         if size:
             self._meter.arrived(size)
-            self._reservation.use(size)
+            self._cache.quota.release(size)
         if size or sums:
             self._cache.arrived(download.file, stop - size, stop, [Sum(*one) for one in sums])
         if size:
             download.advance(stop)
-
-
-class Reservation:
-    """The bytes of the quota that are reserved for one download."""
-
-    def __init__(self, quota: Quota, size: int) -> None:
-        self._quota = quota
-        self._remaining = size
-
-    def use(self, size: int) -> None:
-        """Reduce the reservation by `size` bytes, which are now in the file."""
-        self._remaining -= size
-        self._quota.release(size)
-
-    def close(self) -> None:
-        """Release the unused rest of the reservation."""
-        self.use(self._remaining)

@@ -100,17 +100,9 @@ class EvictionOrder:
     def __init__(self, room: Quota, most_latest: int = MOST_LATEST) -> None:
         self._room = room
         # Not plain dicts, which get slow when their first entries are removed.
-        self._kept: OrderedDict[CacheFile, None] = OrderedDict()
-        self._passing: OrderedDict[CacheFile, None] = OrderedDict()
-        self._ahead: OrderedDict[CacheFile, None] = OrderedDict()
-        self._planned: OrderedDict[CacheFile, None] = OrderedDict()
-        self._ranks = {
-            Rank.KEPT: self._kept,
-            Rank.PASSING: self._passing,
-            Rank.AHEAD: self._ahead,
-            Rank.PLANNED: self._planned,
-        }
-        # A new forecast takes effect for a file with its next `settle`.
+        self._ranks = {rank: OrderedDict[CacheFile, None]() for rank in Rank}
+        self._kept, self._planned = self._ranks[Rank.KEPT], self._ranks[Rank.PLANNED]
+        # A new forecast takes effect for a file with its next `insert`.
         self.forecast: Forecast | None = None
         # A heap of planned files, latest next use first; some are no longer planned.
         self._uses: list[tuple[float, int, CacheFile]] = []
@@ -120,7 +112,7 @@ class EvictionOrder:
         self._passing_bytes = 0
         # The sum of the sizes of files fetched ahead and not used yet, pinned or not.
         self._ahead_bytes = 0
-        self._fetched = 0
+        self.fetched = 0  # the number of bytes that were fetched and written to the cache's disk
         # For each reuse of a file: its time, and the interval since the last use, in bytes fetched.
         self._intervals: deque[tuple[int, int]] = deque(maxlen=INTERVALS)
         self._has_moved = False
@@ -130,21 +122,12 @@ class EvictionOrder:
         self._times: list[float] = []
         self._fetched_at: list[int] = []
 
-    def arrived(self, size: int) -> None:
-        """Count `size` fetched bytes."""
-        self._fetched += size
-
-    @property
-    def fetched(self) -> int:
-        """The number of bytes that were fetched and written to the cache's disk."""
-        return self._fetched
-
     def note_time(self, now: float) -> None:
         """Record the bytes fetched so far with the time `now` (seconds since the epoch)."""
-        if self._times and (self._fetched == self._fetched_at[-1] or now <= self._times[-1]):
+        if self._times and (self.fetched == self._fetched_at[-1] or now <= self._times[-1]):
             return
         self._times.append(now)
-        self._fetched_at.append(self._fetched)
+        self._fetched_at.append(self.fetched)
         if len(self._times) > MOST_TIMES:
             del self._times[::2], self._fetched_at[::2]
 
@@ -167,13 +150,8 @@ class EvictionOrder:
     def least_recent(self, most: int) -> list[CacheFile]:
         """At most `most` files to unload from memory, least recent first, none of `_latest`."""
         latest = set(self._latest)
-        ranked = chain(self._kept, self._passing, self._ahead, self._planned)
+        ranked = chain.from_iterable(self._ranks.values())
         return list(islice((file for file in ranked if file not in latest), most))
-
-    @property
-    def oldest(self) -> CacheFile | None:
-        """The least recently used kept file, or None."""
-        return self._first(Rank.KEPT)
 
     def use(self, file: CacheFile) -> None:
         """Count a program's open of a pinned file as a use."""
@@ -184,10 +162,10 @@ class EvictionOrder:
         if last_use is None:
             last_use = self._evicted.pop(file.name)
         if last_use is not None:
-            interval = self._fetched - last_use
+            interval = self.fetched - last_use
             if interval > ONE_USE * self._room.limit:
-                self._intervals.append((self._fetched, interval))
-        file.last_use = self._fetched
+                self._intervals.append((self.fetched, interval))
+        file.last_use = self.fetched
 
     def fetch_ahead(self, file: CacheFile) -> bool:
         """Mark a pinned file as fetched ahead of its use; False if the cache has no room for it."""
@@ -209,7 +187,7 @@ class EvictionOrder:
         if file.rank is Rank.PASSING:
             self._passing_bytes -= file.present.total
 
-    def settle(self, file: CacheFile) -> None:
+    def insert(self, file: CacheFile) -> None:
         """Put a file into the order; it must be unpinned and have bytes."""
         self.leave(file)
         if self.forecast is not None and self._plan(file, self.forecast.next_use(file)):
@@ -221,9 +199,9 @@ class EvictionOrder:
             if is_kept:
                 self._latest.append(file)
         if file.rank is Rank.AHEAD:
-            file.ahead_since = file.ahead_since or self._fetched
+            file.ahead_since = file.ahead_since or self.fetched
         elif file.last_use is None:
-            file.last_use = self._fetched  # no program opened it: it was written, or warmed
+            file.last_use = self.fetched  # no program opened it: it was written, or warmed
         self._ranks[file.rank][file] = None
         if file.rank is Rank.PASSING:
             self._passing_bytes += file.present.total
@@ -237,13 +215,11 @@ class EvictionOrder:
         if next_use is None:
             return False
         self._end_ahead(file)
-        if next_use == math.inf:
-            file.rank = Rank.PASSING
-            self._passing[file] = None
+        file.rank = Rank.PASSING if next_use == math.inf else Rank.PLANNED
+        self._ranks[file.rank][file] = None
+        if file.rank is Rank.PASSING:
             self._passing_bytes += file.present.total
             return True
-        file.rank = Rank.PLANNED
-        self._planned[file] = None
         if len(self._uses) > 2 * len(self._planned) + 1024:
             self._uses = [use for use in self._uses if use[2] in self._planned]
             heapq.heapify(self._uses)
@@ -273,7 +249,7 @@ class EvictionOrder:
         """Remove from the order a file that was evicted or otherwise removed from the cache."""
         self.unload(file)
         if file.last_use is not None:
-            oldest = self._fetched - REMEMBERED * self._room.limit
+            oldest = self.fetched - REMEMBERED * self._room.limit
             self._evicted.add(file.name, file.last_use, oldest)
         file.rank = file.last_use = None
 
@@ -283,11 +259,7 @@ class EvictionOrder:
         With `is_ahead` the room is for a file that is fetched ahead. Files that were used
         at or after `used_before` (seconds since the epoch) are not returned.
         """
-        kept, passing, ahead = (
-            self._first(Rank.KEPT),
-            self._first(Rank.PASSING),
-            self._first(Rank.AHEAD),
-        )
+        kept, passing, ahead = map(self.first, (Rank.KEPT, Rank.PASSING, Rank.AHEAD))
         if used_before < math.inf:
             files = (file for file in (passing, kept, ahead) if file is not None)
             return next((file for file in files if file.used_at < used_before), None)
@@ -303,7 +275,7 @@ class EvictionOrder:
             if last_use >= self.forecast.frontier:
                 return planned
         limit = self._room.limit
-        if ahead is not None and self._fetched - ahead.ahead_since > limit:
+        if ahead is not None and self.fetched - ahead.ahead_since > limit:
             return ahead
         if is_ahead:
             return None
@@ -322,7 +294,8 @@ class EvictionOrder:
         self._latest.extend(reversed(in_use))
         return found
 
-    def _first(self, rank: Rank) -> CacheFile | None:
+    def first(self, rank: Rank) -> CacheFile | None:
+        """The file of a rank that was put into the order first, or None."""
         return next(iter(self._ranks[rank]), None)
 
     def _end_ahead(self, file: CacheFile) -> None:
@@ -333,11 +306,11 @@ class EvictionOrder:
 
     def _age(self, file: CacheFile) -> int:
         """The number of bytes that were fetched since a file's last use."""
-        return self._fetched - (file.last_use or 0)
+        return self.fetched - (file.last_use or 0)
 
     def _is_stale(self, oldest: CacheFile) -> bool:
         """True if `oldest`, the least recently used kept file, is stale."""
-        since = self._fetched - RECENT * self._room.limit
+        since = self.fetched - RECENT * self._room.limit
         while self._intervals and self._intervals[0][0] < since:
             self._intervals.popleft()
         if len(self._intervals) < FEWEST_INTERVALS:
@@ -346,9 +319,9 @@ class EvictionOrder:
         long = intervals[int(LONG * len(intervals))]
         if self._age(oldest) <= long:
             self._has_moved = False
-        elif not self._has_moved and self._fetched >= self._look_at:
+        elif not self._has_moved and self.fetched >= self._look_at:
             # Computed rarely, as the time it takes may grow with the number of files.
-            self._look_at = self._fetched + int(ONE_USE * self._room.limit)
+            self._look_at = self.fetched + int(ONE_USE * self._room.limit)
             self._has_moved = self._is_mostly_older(long)
         return self._age(oldest) > (long if self._has_moved else STALE * long)
 

@@ -99,16 +99,17 @@ class FileCache:
         # The name of a version's file, without its generation. Warm files are opened often,
         # and computing the hash would be a tenth of the time of an open.
         self.name_of = lru_cache(MOST_NAMES)(self._make_name)
-        self._files: dict[str, CacheFile] = {}
+        # The files in memory, by the name that `name_of` returns. Always the same dict.
+        self.by_name: dict[str, CacheFile] = {}
         try:
             rows = self._open_catalog(most_in_memory, in_any_case=in_any_case)
         except (OSError, sqlite3.Error) as error:
             why = f"can't use the cache directory {directory}: {error}"
             raise disk.CacheDirectoryError(why) from error
-        self._files.update((row.name, CacheFile.from_row(row)) for row in rows)
-        self.order.restore(file for file in self._files.values() if not file.is_retained)
+        self.by_name.update((row.name, CacheFile.from_row(row)) for row in rows)
+        self.order.restore(file for file in self.by_name.values() if not file.is_retained)
         self.residency = Residency(
-            self._files, self._catalog, self._catalog_writer, self.order, quota, most_in_memory
+            self.by_name, self._catalog, self._catalog_writer, self.order, quota, most_in_memory
         )
         # Versions that the bucket no longer has.
         self._obsolete: list[ObjectVersion] = []
@@ -116,10 +117,10 @@ class FileCache:
         self._kept_open: dict[CacheFile, float] = {}
         self._threads = trio.CapacityLimiter(16)
         self.integrity = Integrity(
-            self._disk, self._catalog, self.discard, self._summed, self._threads
+            self.disk, self._catalog, self.discard, self._summed, self._threads
         )
         self.handover = Handover(
-            self._disk, self._files, self._catalog_writer, self.order, self.ensure_open
+            self.disk, self.by_name, self._catalog_writer, self.order, self.ensure_open
         )
         self._use = disk.hold_in_use(directory)
         self._on_discard = on_discard
@@ -134,22 +135,22 @@ class FileCache:
 
     def _open_catalog(self, most: int, *, in_any_case: bool) -> list[Row]:
         """Open the catalog; return the rows of the `most` files that were used last."""
-        self._disk = disk.Disk(self.directory / "objects")
+        self.disk = disk.Disk(self.directory / "objects")
         path = self.directory / "catalog.sqlite3"
         self._catalog = Catalog(path, boot_id(), in_any_case=in_any_case)
         self._catalog_writer = CatalogWriter(
             self._catalog,
-            self._disk,
+            self.disk,
             self.quota,
             self.warn,
-            self._files,
+            self.by_name,
             self._identity,
             lambda names: self.retention.released(names),
         )
         self.order = EvictionOrder(self.quota, min(MOST_LATEST, most // 4))
         self.retention = Retention(
             self._identity,
-            self._files,
+            self.by_name,
             self._catalog,
             self._catalog_writer,
             self.order.leave,
@@ -172,14 +173,9 @@ class FileCache:
                 raise
             return []
 
-    @property
-    def by_name(self) -> dict[str, CacheFile]:
-        """The files in memory, by the name that `name_of` returns. Always the same dict."""
-        return self._files
-
     def files(self) -> list[CacheFile]:
         """The files in memory."""
-        return list(self._files.values())
+        return list(self.by_name.values())
 
     def _make_name(self, version: ObjectVersion) -> str:
         content = "\0".join((self._identity, version.key, version.etag, str(version.size)))
@@ -187,22 +183,22 @@ class FileCache:
 
     def find(self, version: ObjectVersion) -> CacheFile | None:
         """The file of a version, or None if it is not in memory."""
-        return self._files.get(self.name_of(version))
+        return self.by_name.get(self.name_of(version))
 
     async def look_up(self, versions: Iterable[ObjectVersion]) -> list[CacheFile | None]:
         """Find the file of each version, in memory or in the catalog; None if there is no file."""
         names = [self.name_of(version) for version in versions]
         await self.residency.load(names)
-        return [self._files.get(name) for name in names]
+        return [self.by_name.get(name) for name in names]
 
     async def whole_files(self, inodes: Container[int]) -> dict[int, CacheFile]:
         """The complete files whose inode number on the disk is in `inodes`, by that number."""
         files = [
-            file for file in self._files.values() if file.is_complete and file.st_ino in inodes
+            file for file in self.by_name.values() if file.is_complete and file.st_ino in inodes
         ]
 
         def check() -> dict[int, CacheFile]:
-            has = self._disk.has_inode
+            has = self.disk.has_inode
             return {
                 file.st_ino: file for file in files if has(file.name, file.generation, file.st_ino)
             }
@@ -212,7 +208,7 @@ class FileCache:
     def pin(self, version: ObjectVersion) -> CacheFile:
         """Pin the file of a version until `unpin`, adding it if needed; `ensure_open` opens it."""
         name = self.name_of(version)
-        file = self._files.get(name) or CacheFile(name, version.size)
+        file = self.by_name.get(name) or CacheFile(name, version.size)
         file.version = version
         if not file.is_retained and self.retention.covers(version.key):
             self.retention.retain(file, version.key)
@@ -226,7 +222,7 @@ class FileCache:
             self.residency.leave(file)
             # Readers of a dropped file continue, but a newer file may have its name by now.
             if file.is_kept:
-                self._files.setdefault(file.name, file)
+                self.by_name.setdefault(file.name, file)
         file.pins += 1
         file.used_at = steady_time()
         self._catalog_writer.used(file)
@@ -236,10 +232,6 @@ class FileCache:
         if self._kept_open.pop(file, None) is not None:
             self.unpin(file)
         self.order.use(file)
-
-    def fetch_ahead(self, file: CacheFile) -> bool:
-        """Mark a pinned file as fetched ahead of its use; False if the cache has no room for it."""
-        return self.order.fetch_ahead(file)
 
     def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
         """Remove a user of a file; the last one closes it and returns it to the eviction order."""
@@ -253,14 +245,15 @@ class FileCache:
         if file.is_passed_over:
             file.is_kept, file.is_passed_over = True, False
         if file.present.total and file.is_kept and file.is_ours:
-            self._settle(file)
+            if not file.is_retained:
+                self.order.insert(file)
             return
         # The file has no bytes, or can't stay in the cache under its name.
         self._drop(file)
 
     def _drop(self, file: CacheFile) -> None:
-        if self._files.get(file.name) is file:
-            del self._files[file.name]
+        if self.by_name.get(file.name) is file:
+            del self.by_name[file.name]
         self.order.forget(file)
         self.residency.leave(file)
         self._catalog_writer.forget(file)
@@ -276,7 +269,7 @@ class FileCache:
 
     def _unlink(self, file: CacheFile) -> None:
         try:
-            self._disk.drop(file.name, file.generation)
+            self.disk.drop(file.name, file.generation)
         except OSError as error:
             self.warn(error.strerror or str(error))
 
@@ -308,36 +301,34 @@ class FileCache:
         fewer bytes may be present than before, as another mount may have evicted
         the file. Cancelling leaves the file either open or closed.
         """
-        if file.fd >= 0 or not file.is_kept:
-            return file.is_kept
-        with stage(WaitCause.CACHE_DISK):
-            return await self._ensure_open(file)
+        if file.fd < 0 and file.is_kept:
+            with stage(WaitCause.CACHE_DISK):
+                async with file.opening:
+                    if file.fd < 0 and file.is_kept:
+                        await self._open(file)
+        return file.is_kept
 
-    async def _ensure_open(self, file: CacheFile) -> bool:
-        async with file.opening:
-            if file.fd >= 0 or not file.is_kept:
-                return file.is_kept
-            try:
-                found = await self._open_or_create(file)
-            except sqlite3.Error as error:
-                why = OSError(errno.EIO, f"its catalog can't be read ({error})")
-                self.disable(file, why, for_now=True)
-                return False
-            except OSError as error:
-                self.disable(file, error, for_now=error.errno in _NOT_ITS_FAULT)
-                return False
-            self.set_open(file, found)
-            if found.fault is not None:
-                self.integrity.drop(file, found.fault)
-                return False
-            if file.size <= CHECKED_AT_OPEN:
-                file.is_checked = True
-            if found.sums:
-                self._summed(file, list(found.sums))
-            return True
+    async def _open(self, file: CacheFile) -> None:
+        try:
+            found = await self._open_or_create(file)
+        except sqlite3.Error as error:
+            why = OSError(errno.EIO, f"its catalog can't be read ({error})")
+            self.disable(file, why, for_now=True)
+            return
+        except OSError as error:
+            self.disable(file, error, for_now=error.errno in _NOT_ITS_FAULT)
+            return
+        self.set_open(file, found)
+        if found.fault is not None:
+            self.integrity.drop(file, found.fault)
+            return
+        if file.size <= CHECKED_AT_OPEN:
+            file.is_checked = True
+        if found.sums:
+            self._summed(file, list(found.sums))
 
     async def _open_or_create(self, file: CacheFile) -> OpenFile:
-        opening = partial(open_or_create, self._disk, self._catalog, file)
+        opening = partial(open_or_create, self.disk, self._catalog, file)
         try:
             return await trio.to_thread.run_sync(opening, limiter=self._threads)
         except sqlite3.Error as error:
@@ -383,12 +374,12 @@ class FileCache:
         file.written_at = time.monotonic()
         self._catalog_writer.arrived(file)
         self.quota.written(new)
-        self.order.arrived(new)
+        self.order.fetched += new
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
         """Treat a pinned file, which the kernel reads, as complete, whatever the catalog says."""
         found = await trio.to_thread.run_sync(
-            self._disk.generation_of, file.name, st_ino, limiter=self._threads
+            self.disk.generation_of, file.name, st_ino, limiter=self._threads
         )
         if found is not None:
             self._catalog_writer.forget(file)
@@ -422,7 +413,7 @@ class FileCache:
         try:
             if file.generation or file.is_opening or (taken is not None and file.pins > 1):
                 return False
-            generation, st_ino = self._disk.adopt(file.name, path)
+            generation, st_ino = self.disk.adopt(file.name, path)
             if taken is not None:
                 self.handover.succeed(file, taken)
                 file = taken
@@ -464,17 +455,17 @@ class FileCache:
         return True
 
     def _rename(self, file: CacheFile, name: str) -> None:
-        rival = self._files.get(name)
+        rival = self.by_name.get(name)
         if rival is not None:
             self._let_go(rival)
             self.pin_again(rival)
             rival.is_ours = False
             self.unpin(rival)
         if file.generation:
-            self._disk.rename(file.name, file.generation, name)
+            self.disk.rename(file.name, file.generation, name)
         old_name, file.name = file.name, name
-        del self._files[old_name]
-        self._files[name] = file
+        del self.by_name[old_name]
+        self.by_name[name] = file
         self._catalog_writer.renamed(file, old_name)
         # The next `fusefs pin` or `unpin` of the old key's path removes its `retained` row.
         self.retention.note(file, is_retained=False)
@@ -515,7 +506,7 @@ class FileCache:
             await self._catalog_writer.touch()
             if sync:
                 await self._catalog_writer.sync_all(SYNC_AFTER_S)
-            for file in self._files.values():
+            for file in self.by_name.values():
                 if file.fd >= 0:
                     os.close(file.fd)
                     file.fd = -1
@@ -558,12 +549,9 @@ class FileCache:
 
     def put_back(self, file: CacheFile) -> None:
         """Return a file to the eviction order, unless it is in use, empty or no longer cached."""
-        if not file.pins and self._files.get(file.name) is file and file.present.total:
-            self._settle(file)
-
-    def _settle(self, file: CacheFile) -> None:
-        if not file.is_retained:
-            self.order.settle(file)
+        is_evictable = not file.pins and file.present.total and not file.is_retained
+        if is_evictable and self.by_name.get(file.name) is file:
+            self.order.insert(file)
 
     async def evict(self, file: CacheFile, *, for_room: bool = True) -> int:
         """Unlink an unpinned file; return a descriptor if a program still maps it, else -1.
@@ -605,8 +593,8 @@ class FileCache:
             file.opening.release()
         if fd is None:
             return -1
-        if not file.pins and self._files.get(file.name) is file:
-            del self._files[file.name]
+        if not file.pins and self.by_name.get(file.name) is file:
+            del self.by_name[file.name]
         if for_room:
             self.evicted += 1
             self.evicted_bytes += size
@@ -617,27 +605,7 @@ class FileCache:
         """Like `Disk.unlink`, but also None if any mount retains the file. Blocks."""
         with contextlib.suppress(sqlite3.Error):  # then rely on what this mount knows
             file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
-        return None if file.is_retained else self._disk.unlink(file.name, generation)
-
-    def create(self, file: CacheFile) -> OpenFile:
-        """Create an empty file under a new generation, for `set_open`; raises OSError. Blocks."""
-        return OpenFile(*self._disk.create(file.name, file.size), b"")
-
-    def new_path(self, file: CacheFile) -> str:
-        """The path at which a new file of a version is to be created; `created` then takes it over.
-
-        Raises:
-            OSError: too many files are open.
-        """
-        return self._disk.new_path(file.name)
-
-    def created(self, file: CacheFile, path: str, fd: int) -> None:
-        """Take over `fd`, the open file of a version that was created at `new_path`.
-
-        Raises:
-            OSError: the disk fails.
-        """
-        self.set_open(file, OpenFile(*self._disk.created(path, fd), b""))
+        return None if file.is_retained else self.disk.unlink(file.name, generation)
 
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
         """Take over the descriptor that a thread has opened or created."""
@@ -653,11 +621,11 @@ class FileCache:
         """Remove files without a catalog row, which a killed daemon has left."""
 
         def is_ours(name: str, generation: str) -> bool:
-            file = self._files.get(name)
+            file = self.by_name.get(name)
             return file is not None and file.generation == generation
 
         try:
-            await disk.sweep_orphans(self._disk, self._catalog, is_ours)
+            await disk.sweep_orphans(self.disk, self._catalog, is_ours)
         except OSError as error:
             self.warn(error.strerror or str(error))
 

@@ -8,6 +8,7 @@ the old version.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Awaitable, Callable
 
 from fusefs.cache.cached_file import CacheFile
@@ -33,10 +34,6 @@ class Handover:
         self._order = order
         self._ensure_open = ensure_open
 
-    def lock_as(self, mount: str) -> None:
-        """Use the name `mount` to distinguish this mount's file locks (`Disk.lock_as`)."""
-        self._disk.lock_as(mount)
-
     async def prepare(self, file: CacheFile) -> bool:
         """Remove a pinned file from the catalog; False if it is incomplete or used elsewhere.
 
@@ -60,12 +57,12 @@ class Handover:
 
     def take_out(self, file: CacheFile, path: str) -> None:
         """Move a file out to `path`; raises OSError, with EBUSY if another mount uses the file."""
-        name, generation = file.name, file.generation
-        self._disk.take_out(name, generation, path)
+        place = self._disk.path(file.name, file.generation)
+        os.rename(place, path)
         if self._disk.is_shared(file.fd):
-            self._disk.bring_back(name, generation, path)
+            os.rename(path, place)
             raise OSError(errno.EBUSY, "another mount uses the cached copy")
-        del self._files[name]
+        del self._files[file.name]
         self._order.forget(file)
         self._catalog_writer.forget(file)
         file.become("", file.st_ino, b"")

@@ -115,7 +115,7 @@ class PassthroughFiles:
         finally:
             del self._registering[file]
             event.set()
-        self.adopt(file, backing_id)
+        self.ids[file] = backing_id
         self._shrink()
         return backing_id
 
@@ -136,13 +136,9 @@ class PassthroughFiles:
     ) -> None:
         self._registering.pop(file).set()
         if backing_id:
-            self.adopt(file, backing_id)
+            self.ids[file] = backing_id
         done()
         self._shrink()
-
-    def adopt(self, file: CacheFile, backing_id: int) -> None:
-        """Store the id under which a file is registered."""
-        self.ids[file] = backing_id
 
     def table(self) -> list[tuple[int, int]]:
         """List the registered files as (id, st_ino), including ids that are being given back."""
@@ -167,14 +163,13 @@ class PassthroughFiles:
         the cache by inode number. An id that belongs to none of these files is given back.
         """
         used = {backing_id: file for file, backing_id in opened if backing_id}
-        for backing_id, file in used.items():
-            self.adopt(file, backing_id)
+        self.ids |= {file: backing_id for backing_id, file in used.items()}
         for backing_id, (_, st_ino) in registered.items():
             if backing_id in used:
                 continue
             known = whole.get(st_ino)
             if known is not None and known not in self.ids:
-                self.adopt(known, backing_id)
+                self.ids[known] = backing_id
             else:
                 self._give_back(backing_id, st_ino)
 

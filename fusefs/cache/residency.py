@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 
-from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.cached_file import CacheFile, Rank
 from fusefs.cache.catalog import Catalog, Row
 from fusefs.cache.catalog_writer import CatalogWriter
 from fusefs.cache.eviction_order import EvictionOrder
@@ -92,7 +92,7 @@ class Residency:
     @property
     def lacks_oldest(self) -> bool:
         """True if files in the catalog may be older than all evictable files in memory."""
-        return self._has_others and self._order.oldest not in self._from_catalog
+        return self._has_others and self._order.first(Rank.KEPT) not in self._from_catalog
 
     async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
         """Call `read` in the catalog's thread, load its rows' files; return the files and rows."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import trio
 
@@ -22,39 +21,38 @@ from fusefs.telemetry.stalls import WaitCause, stage
 AHEAD = 2 << 20
 
 
-class UnkeptReader(Protocol):
-    """A reader; `unkept` has bytes read past the cache for it, with their offset in the file."""
-
-    unkept: tuple[int, bytearray]
-
-
 class UnkeptBuffers:
     """One mount's buffers for reads past the cache, `limit` bytes at most. For the event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._under_way = 0
-        self._kept = 0
-        # All open readers that have read past the cache, the least recent first.
-        self._readers: OrderedDict[int, UnkeptReader] = OrderedDict()
+        self._kept_bytes = 0
+        # The bytes kept for each reader (an open handle that has read past the cache), with their
+        # offset in the file; the least recent reader first.
+        self._kept: OrderedDict[object, tuple[int, bytearray]] = OrderedDict()
         self._changed = trio.Event()
 
     @property
     def used(self) -> int:
         """The number of bytes that are being downloaded or kept for next reads."""
-        return self._under_way + self._kept
+        return self._under_way + self._kept_bytes
 
-    def ahead(self, reader: UnkeptReader) -> int:
+    def of(self, reader: object) -> tuple[int, bytearray]:
+        """The bytes kept for a reader, and their offset in the file."""
+        return self._kept.get(reader, (0, bytearray()))
+
+    def ahead(self, reader: object) -> int:
         """The number of bytes to download at least for a read of `reader`."""
-        readers = len(self._readers) + (id(reader) not in self._readers)
+        readers = len(self._kept) + (reader not in self._kept)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
         """Reserve `size` bytes in the block after waiting for room; above the limit only alone."""
         while self.used + size > self.limit and self.used:
-            if self._kept:
-                self._drop_oldest()
+            if self._kept_bytes:
+                self._empty(next(reader for reader, (_, data) in self._kept.items() if data))
             else:
                 with stage(WaitCause.CACHE_FULL):
                     await self._changed.wait()
@@ -66,25 +64,18 @@ class UnkeptBuffers:
             self._changed.set()
             self._changed = trio.Event()
 
-    def keep(self, reader: UnkeptReader, start: int, data: bytearray) -> None:
+    def keep(self, reader: object, start: int, data: bytearray) -> None:
         """Keep downloaded bytes for a reader's next reads, if they fit into the limit."""
         self.drop(reader)
-        self._readers[id(reader)] = reader
+        self._kept[reader] = 0, bytearray()
         if self.used + len(data) <= self.limit:
-            reader.unkept = start, data
-            self._kept += len(data)
+            self._kept[reader] = start, data
+            self._kept_bytes += len(data)
 
-    def drop(self, reader: UnkeptReader) -> None:
+    def drop(self, reader: object) -> None:
         """Drop the bytes kept for a reader, which has ended or reads elsewhere."""
-        if self._readers.pop(id(reader), None) is not None:
-            self._empty(reader)
+        self._kept_bytes -= len(self._kept.pop(reader, (0, b""))[1])
 
-    def _drop_oldest(self) -> None:
-        for reader in self._readers.values():
-            if reader.unkept[1]:
-                self._empty(reader)
-                return
-
-    def _empty(self, reader: UnkeptReader) -> None:
-        self._kept -= len(reader.unkept[1])
-        reader.unkept = 0, bytearray()
+    def _empty(self, reader: object) -> None:
+        self._kept_bytes -= len(self._kept[reader][1])
+        self._kept[reader] = 0, bytearray()

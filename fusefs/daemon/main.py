@@ -46,7 +46,7 @@ from fusefs.daemon.takeover import (
 from fusefs.fuse.control_files import ControlFiles
 from fusefs.fuse.interrupts import Callers
 from fusefs.fuse.notifier import DeviceNotifier
-from fusefs.fuse.session import RunningSession, Session, UnsupportedKernelError
+from fusefs.fuse.session import Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
 from fusefs.launch import registry
 from fusefs.launch.control import ControlError, Message
@@ -85,6 +85,7 @@ from fusefs.telemetry.activity import ACTIVITY
 
 if TYPE_CHECKING:
     from fusefs.cluster_cache.cluster_cache import ClusterCache
+    from fusefs.fuse.pyfuse3_session import PyfuseSession
 
 logger = logging.getLogger("fusefs.daemon")
 
@@ -128,7 +129,7 @@ class Daemon:
         self._budget = MemoryBudget.of(settings.memory_limit)
         self.started = time.monotonic()
         self.loop_busy_s = 0.0
-        self.session: RunningSession | None = None
+        self.session: Session | PyfuseSession | None = None
         # None on a read-only mount.
         self.watched: WatchedStore | None = None
         self.unanswered = UnansweredChanges()
@@ -401,7 +402,7 @@ class Daemon:
         # The kernel must drop its cached names.
         self.operations.notifier.invalidate_names()
 
-    async def _until_ended(self, session: RunningSession, serving: trio.Nursery) -> None:
+    async def _until_ended(self, session: Session | PyfuseSession, serving: trio.Nursery) -> None:
         self._is_unmounted = await session.run()
         if self._is_unmounted and self.operations.writer is not None:
             await self.operations.writer.backlog.drain(self.settings.retry_time)
@@ -478,7 +479,7 @@ class Daemon:
             late = UncertainKeys(late_requests_directory(settings, mounted_ns), identity)
             staged = staging_directory(settings, mounted_ns)
             staging = Staging(staged, identity, settings.staging_size, self.cache, late)
-            self.cache.handover.lock_as(str(staged))
+            self.cache.disk.lock_as(str(staged))
             renames = renames_directory(settings)
             aborts = PendingAborts(staged, self._nursery, self.store)
         self.watched, self.unanswered = WatchedStore(self.store, late, aborts), late
@@ -572,7 +573,7 @@ class Daemon:
         session.stop_reading()
 
     @asynccontextmanager
-    async def _pyfuse_session(self) -> AsyncIterator[RunningSession]:
+    async def _pyfuse_session(self) -> AsyncIterator[PyfuseSession]:
         from fusefs.fuse.pyfuse3_session import PyfuseNotifications, PyfuseSession
 
         operations = self._operations(

@@ -32,8 +32,8 @@ logger = logging.getLogger("fusefs.session")
 MOST_AT_ONCE = 512
 
 
-class _Settling(trio.abc.Instrument):
-    """Calls `settle` before each step of any task other than the receiving task."""
+class _Updates(trio.abc.Instrument):
+    """Calls `update` before each step of any task other than the receiving task."""
 
     def __init__(self, warm: FastPathReader, receiver: trio.lowlevel.Task) -> None:
         self._warm = warm
@@ -43,7 +43,7 @@ class _Settling(trio.abc.Instrument):
         if task is self._receiver:
             return
         try:
-            self._warm.settle()
+            self._warm.update()
         except BaseException:
             # trio would continue without this instrument. The next process reads the journal.
             logger.critical("a fault in fusefs", exc_info=True)
@@ -53,9 +53,9 @@ class _Settling(trio.abc.Instrument):
 class FastPathReader:
     """Reads one mount's requests and lets compiled code answer some. Belongs to the event loop.
 
-    `receive` leaves a request for Python in the request buffer. After it `settle` must be called
+    `receive` leaves a request for Python in the request buffer. After it `update` must be called
     before any other code runs: only then do Python's tables show what compiled code answered. In
-    the block of `is_settled_first` each step of another task calls `settle` first.
+    the block of `updated_first` each step of another task calls `update` first.
     """
 
     def __init__(
@@ -89,29 +89,29 @@ class FastPathReader:
         self._left = MOST_AT_ONCE
 
     @contextmanager
-    def is_settled_first(self) -> Iterator[None]:
-        """Let this task receive within the block; call `settle` before each other task's step."""
-        instrument = _Settling(self, trio.lowlevel.current_task())
+    def updated_first(self) -> Iterator[None]:
+        """Let this task receive within the block; call `update` before each other task's step."""
+        instrument = _Updates(self, trio.lowlevel.current_task())
         trio.lowlevel.add_instrument(instrument)
         try:
             yield
         finally:
             trio.lowlevel.remove_instrument(instrument)
-            self.settle()
+            self.update()
 
-    def begin(self) -> None:
-        """Begin a new turn, after other tasks had theirs: allow `MOST_AT_ONCE` requests again."""
+    def begin(self) -> bool:
+        """Begin a new turn, after other tasks had theirs: allow `MOST_AT_ONCE` requests again.
+
+        Returns False if Python must answer all requests, as there is no plain journal now.
+        """
+        self.update()
         self._left = MOST_AT_ONCE
+        return self._log.plain_log is not None
 
     @property
     def requests(self) -> int:
         """The number of requests that compiled code has answered."""
         return self._compiled.requests
-
-    @property
-    def is_usable(self) -> bool:
-        """True if compiled code may answer requests now, that is, if there is a plain journal."""
-        return self._log.plain_log is not None
 
     @property
     def polled_s(self) -> float:
@@ -138,7 +138,7 @@ class FastPathReader:
             raise OSError(-outcome, os.strerror(-outcome))
         return outcome
 
-    def settle(self) -> None:
+    def update(self) -> None:
         """Update Python's tables with the requests that compiled code has answered meanwhile."""
         taken = self._compiled.take()
         if taken is None:

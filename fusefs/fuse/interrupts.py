@@ -13,6 +13,7 @@ data that is being saved.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import trio
@@ -20,6 +21,10 @@ import trio
 from fusefs.fuse.protocol import Opcode
 from fusefs.linux import callers
 from fusefs.linux.callers import EXITS, HOLDS, HOLDS_NOT, IS_KILLED, UNKNOWN, WAS_KILLED
+from fusefs.posix.operations import Operations
+
+# The names of the opcodes, for logs and metrics.
+OPERATIONS = {int(opcode): opcode.name.lower() for opcode in Opcode}
 
 GRACE_S = 1.0
 SAVING_GRACE_S = 30.0
@@ -29,12 +34,23 @@ LOOK_S = 0.25
 _SAVING = (Opcode.FLUSH, Opcode.FSYNC)
 
 
-class Interruptible(Protocol):
-    """A waiting request; cancelling `scope` ends it."""
+@dataclass(slots=True)
+class WaitingRequest:
+    """A request that a task answers since `since` (monotonic s); cancelling `scope` ends it."""
 
     opcode: int
+    nodeid: int
     pid: int
+    since: float
     scope: trio.CancelScope
+
+    def describe(self, now: float, operations: Operations) -> str:
+        """Describe the request in one line for the log; `now` is in monotonic seconds."""
+        inode = operations.inodes.find(self.nodeid)
+        key = operations.inodes.key(inode) if inode is not None else f"node {self.nodeid}"
+        name = OPERATIONS.get(self.opcode, str(self.opcode))
+        who = f" by process {self.pid}" if self.pid else ""
+        return f"{name.upper()} of {key!r}{who} waits for {now - self.since:.1f} s"
 
 
 class ProcessInspector(Protocol):
@@ -93,10 +109,10 @@ class Interrupts:
     def __init__(self, seen_by: Callers) -> None:
         self._callers = seen_by
         # Requests and the times of their interruption (trio's clock), by unique number.
-        self._interrupted: dict[int, tuple[Interruptible, float]] = {}
+        self._interrupted: dict[int, tuple[WaitingRequest, float]] = {}
         self._has_some = trio.Event()
 
-    def note(self, unique: int, request: Interruptible) -> None:
+    def note(self, unique: int, request: WaitingRequest) -> None:
         """End an interrupted request if its process is being killed, else watch it."""
         if self._callers.fate(request.pid) in (IS_KILLED, WAS_KILLED):
             request.scope.cancel()
@@ -121,12 +137,12 @@ class Interrupts:
             else:
                 await trio.sleep(LOOK_S)
 
-    async def _look(self, unique: int, request: Interruptible, since: float) -> None:
+    async def _look(self, unique: int, request: WaitingRequest, since: float) -> None:
         if await self._is_to_end(request, since):
             request.scope.cancel()
             self.forget(unique)
 
-    async def _is_to_end(self, request: Interruptible, since: float) -> bool:
+    async def _is_to_end(self, request: WaitingRequest, since: float) -> bool:
         found = await self._callers.find_fate(request.pid)
         if found != UNKNOWN:
             return found in (IS_KILLED, WAS_KILLED)

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import pyfuse3
 import trio
 
+from fusefs.fuse.interrupts import OPERATIONS, WaitingRequest
 from fusefs.fuse.protocol import Opcode
-from fusefs.fuse.session import OPERATIONS, WaitingRequest
 from fusefs.linux.mount import MountError, MountRequest, helper_options
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode

@@ -12,6 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Coroutine
+from functools import partial
 from types import CoroutineType
 from typing import Any, TypeVar, cast
 
@@ -72,8 +73,8 @@ class ReadHandlers:
             Opcode.FLUSH: self._flush,
             Opcode.RELEASE: self._release,
             Opcode.OPENDIR: self._opendir,
-            Opcode.READDIR: self._readdir,
-            Opcode.READDIRPLUS: self._readdirplus,
+            Opcode.READDIR: partial(self._read_directory, is_plus=False),
+            Opcode.READDIRPLUS: partial(self._read_directory, is_plus=True),
             Opcode.RELEASEDIR: self._releasedir,
             Opcode.STATFS: self._statfs,
             Opcode.GETXATTR: self._getxattr,
@@ -185,13 +186,9 @@ class ReadHandlers:
             flags = Fopen.CACHE_DIR | (Fopen.KEEP_CACHE if is_cached else 0)
         return protocol.OPEN_OUT.pack(handle.fh, flags, 0)
 
-    def _readdir(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        return self._read_directory(body, is_plus=False)
-
-    def _readdirplus(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
-        return self._read_directory(body, is_plus=True)
-
-    def _read_directory(self, body: memoryview, *, is_plus: bool) -> Result:
+    def _read_directory(
+        self, _nodeid: int, body: memoryview, _caller: Caller, *, is_plus: bool
+    ) -> Result:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
         buffer = Entries(self, size, is_plus=is_plus)
         answer = self._operations.readdir(fh, offset, buffer)

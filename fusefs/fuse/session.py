@@ -22,10 +22,9 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from contextlib import nullcontext
+from typing import Any
 
 import trio
 
@@ -34,7 +33,7 @@ from fusefs.fuse._replies import ReplyThread
 from fusefs.fuse.control_files import NODES as CONTROL_NODES
 from fusefs.fuse.control_files import ControlFiles
 from fusefs.fuse.fast_path import FastPathReader
-from fusefs.fuse.interrupts import Callers, Interrupts
+from fusefs.fuse.interrupts import OPERATIONS, Callers, Interrupts, WaitingRequest
 from fusefs.fuse.notifier import note_lost_reply
 from fusefs.fuse.protocol import Init, Opcode
 from fusefs.fuse.read_handlers import REFUSED, Buffer, Handler, Payload, ReadHandlers
@@ -81,8 +80,6 @@ _WANTED = (
 _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
 
 _UNMARKED = protocol.UNIQUE_RESEND - 1
-# The names of the opcodes, for logs and metrics.
-OPERATIONS = {int(opcode): opcode.name.lower() for opcode in Opcode}
 _UNPACK_HEADER, _IN_HEADER_SIZE = protocol.IN_HEADER.unpack_from, protocol.IN_HEADER.size
 _PACK_HEADER, _OUT_HEADER_SIZE = protocol.OUT_HEADER.pack, protocol.OUT_HEADER.size
 # Up to this size, copying a reply after its header is faster than writev.
@@ -91,48 +88,6 @@ _COPIED = 512
 
 class UnsupportedKernelError(Exception):
     """The kernel lacks what the session needs; the message is for the user."""
-
-
-@dataclass(slots=True)
-class WaitingRequest:
-    """A request that is answered by a task; `since` is in monotonic seconds."""
-
-    opcode: int
-    nodeid: int
-    pid: int
-    since: float
-    scope: trio.CancelScope
-
-    def describe(self, now: float, operations: Operations) -> str:
-        """Describe the request in one line for the log; `now` is in monotonic seconds."""
-        inode = operations.inodes.find(self.nodeid)
-        key = operations.inodes.key(inode) if inode is not None else f"node {self.nodeid}"
-        name = OPERATIONS.get(self.opcode, str(self.opcode))
-        who = f" by process {self.pid}" if self.pid else ""
-        return f"{name.upper()} of {key!r}{who} waits for {now - self.since:.1f} s"
-
-
-class RunningSession(Protocol):
-    """The interface of `Session` and `PyfuseSession` for the daemon.
-
-    `run` answers requests until the mount ends. `survival` says if the mount
-    outlives this process, and why.
-    """
-
-    name: str
-    times: RequestTimes
-
-    @property
-    def requests(self) -> int: ...
-    @property
-    def compiled_requests(self) -> int | None: ...
-    @property
-    def waiting(self) -> list[WaitingRequest]: ...
-    @property
-    def polled_s(self) -> float: ...
-    @property
-    def survival(self) -> tuple[bool, str]: ...
-    async def run(self) -> bool: ...
 
 
 def _locked_memory(size: int) -> mmap.mmap:
@@ -285,54 +240,41 @@ class Session:
         is_unmounted = False
         async with trio.open_nursery() as watching:
             watching.start_soon(self._interrupts.run)
-            async with trio.open_nursery() as nursery, self._sending_files(nursery):
-                with self._reading:
-                    await self._serve(nursery)
-                    is_unmounted = True
-                    # The mount is gone, so no program waits for an answer any more.
-                    nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                # For READs that the `ReplyThread` gives back.
+                self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
+                try:
+                    with self._reading:
+                        await self._serve(nursery)
+                        is_unmounted = True
+                        # The mount is gone, so no program waits for an answer any more.
+                        nursery.cancel_scope.cancel()
+                finally:
+                    with trio.CancelScope(shield=True):
+                        await trio.to_thread.run_sync(self._replies.close)
             watching.cancel_scope.cancel()
         return is_unmounted
-
-    @asynccontextmanager
-    async def _sending_files(self, nursery: trio.Nursery) -> AsyncIterator[None]:
-        """Let `ReplyThread` reply in the block; READs it gives back become tasks of `nursery`."""
-        self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
-        try:
-            yield
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._replies.close)
 
     def stop_reading(self) -> None:
         """Stop reading requests; `run` returns when all requests read so far are answered."""
         self._reading.cancel()
 
     async def _serve(self, nursery: trio.Nursery) -> None:
-        with self._warm.is_settled_first() if self._warm is not None else nullcontext():
-            await self._receive_all(nursery)
-
-    async def _receive_all(self, nursery: trio.Nursery) -> None:
-        while True:
-            await trio.lowlevel.wait_readable(self._fd)
+        with self._warm.updated_first() if self._warm is not None else nullcontext():
             while True:
-                ACTIVITY.note()
-                count = self._answer_batch(nursery)
-                if count < 0:
-                    return
-                if count < BATCH:
-                    break
-                await trio.lowlevel.checkpoint()
+                await trio.lowlevel.wait_readable(self._fd)
+                while True:
+                    ACTIVITY.note()
+                    count = self._answer_batch(nursery)
+                    if count < 0:
+                        return
+                    if count < BATCH:
+                        break
+                    await trio.lowlevel.checkpoint()
 
     def _answer_batch(self, nursery: trio.Nursery) -> int:
         """Read and answer up to `BATCH` requests; return their number, or -1 if unmounted."""
-        warm = self._warm
-        if warm is not None:
-            warm.settle()
-            if warm.is_usable:
-                warm.begin()
-            else:
-                warm = None
+        warm = self._warm if self._warm is not None and self._warm.begin() else None
         for count in range(BATCH):
             try:
                 # No polling while requests wait, as their tasks need their turn.
@@ -344,7 +286,7 @@ class Session:
             if size is None:
                 return count
             if warm is not None:
-                warm.settle()
+                warm.update()
             if not size:
                 break
             self._answer(size, nursery)

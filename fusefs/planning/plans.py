@@ -57,7 +57,7 @@ class Plans:
     """The plans of one mount, by reader. Belongs to the event loop.
 
     This class is the `Forecast` (cache/eviction_order.py) that is asked at each open and each
-    eviction. When plans change, `_settle` places all unpinned files in the order of eviction anew.
+    eviction. When plans change, `_reorder` places all unpinned files in the order of eviction anew.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Plans:
         names = await trio.to_thread.run_sync(self._on_record, goes_on)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prefetcher.run)
-            nursery.start_soon(self._settle)
+            nursery.start_soon(self._reorder)
             for reader in names:
                 await self._restore(reader)
             self._has_begun.set()
@@ -218,7 +218,7 @@ class Plans:
         self._has_changed.set()
         self._prefetcher.moved()
 
-    async def _settle(self) -> None:
+    async def _reorder(self) -> None:
         """Place all files in memory anew in the order of eviction when plans have changed."""
         while True:
             await self._has_changed.wait()

@@ -7,6 +7,7 @@ mount of the directory has created. All of this blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from fusefs.cache.cached_file import CHECKED_AT_OPEN, CacheFile, OpenFile
 from fusefs.cache.catalog import Catalog
@@ -33,18 +34,18 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
         # If the directory was copied or restored from a backup, a file with another inode number
         # is there; without a row, the quota would not count it.
         disk.remove_orphan(file.name, generation, -math.inf, lambda: False)
-    return OpenFile(*disk.create(file.name, file.size), b"")
+    return disk.create(file.name, file.size)
 
 
-def _candidates(catalog: Catalog, file: CacheFile) -> list[tuple[str, int, bytes | None, float]]:
-    """List the files to try: (generation, st_ino, ranges or None if as in `file`, last use)."""
-    candidates: list[tuple[str, int, bytes | None, float]] = []
+def _candidates(
+    catalog: Catalog, file: CacheFile
+) -> Iterator[tuple[str, int, bytes | None, float]]:
+    """Yield the files to try: (generation, st_ino, ranges or None if as in `file`, last use)."""
     if file.generation:
-        candidates.append((file.generation, file.st_ino, None, file.used_at))
+        yield file.generation, file.st_ino, None, file.used_at
     row = catalog.find(file.name)
     if row is not None and row.generation != file.generation:
-        candidates.append((row.generation, row.st_ino, row.ranges, row.used_at))
-    return candidates
+        yield row.generation, row.st_ino, row.ranges, row.used_at
 
 
 def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import trio
 
@@ -28,7 +27,7 @@ from fusefs.cache.catalog import SUMS_PART, Catalog
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity import checksums
 from fusefs.cache.integrity.checksums import BLOCK, Read, Sum
-from fusefs.cache.integrity.direct_reader import is_lost
+from fusefs.cache.integrity.direct_reader import DirectReader, is_lost
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.checksum import crc32
 
@@ -155,7 +154,7 @@ class Integrity:
     ) -> tuple[OSError | Sum | None, list[Sum]] | None:
         sums = sums_in(self._catalog, st_ino, generation, pending, start, start + SUMS_PART)
         try:
-            file = self._disk.open_to_examine(name, generation, is_direct=is_direct)
+            file = DirectReader(self._disk.path(name, generation), is_direct=is_direct)
         except OSError as error:
             # If not lost, the file may have been evicted or renamed.
             return (error, []) if is_lost(error) else None
@@ -288,20 +287,13 @@ def _copy(
     return None
 
 
-class _Piece(NamedTuple):
-    """A range to read, and its checksum, or None if it has no checksum."""
-
-    start: int
-    stop: int
-    crc: int | None
-
-
-def _pieces(sums: list[Sum], run: tuple[int, int], start: int, stop: int) -> Iterator[_Piece]:
-    """Yield the ranges to read for the bytes [start, stop): those with sums, and the others."""
+def _pieces(
+    sums: list[Sum], run: tuple[int, int], start: int, stop: int
+) -> Iterator[tuple[int, int, int | None]]:
+    """Yield the ranges to read for [start, stop), each with its checksum, or None without one."""
     present = RangeMap(iter([run]))
     usable = [sum_ for sum_ in sums if present.covers(sum_.start, sum_.stop)]
-    for sum_ in usable:
-        yield _Piece(*sum_)
+    yield from usable
     for first, last in checksums.unsummed(RangeMap(iter([(start, stop)])), usable):
         for at in range(first, last, BLOCK):
-            yield _Piece(at, min(at + BLOCK, last), None)
+            yield at, min(at + BLOCK, last), None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 # With sixteen parts from a server on the same machine a first read was a tenth slower than with
 # eight, because that many threads delay each other and the reader.
@@ -36,12 +36,6 @@ FORGETTING = 0.01
 NEWS = 0.1
 
 
-class LargeFileReader(Protocol):
-    """A reader of a large file; `last_read` is in seconds of the monotonic clock."""
-
-    last_read: float
-
-
 class PathMeter:
     """Measures the path of one mount's downloads. Belongs to the event loop.
 
@@ -53,7 +47,7 @@ class PathMeter:
         self.latency_s = 0.0
         self.rate = 0.0
         self._least_rate = 0.0  # a rate that includes the latency; small downloads show no other
-        self._clock = clock
+        self.clock = clock
         self._part = part
         self._most = max(1, most)
         self._width = 0  # 0 until the first round has been measured
@@ -62,7 +56,7 @@ class PathMeter:
         self._is_trial = False
         self._running = 0  # bytes of running downloads
         self._under_way = 0  # running downloads
-        self._readers: dict[LargeFileReader, None] = {}
+        self._readers: dict[object, float] = {}  # with the time of each one's last read
         self._begin_round()
 
     @property
@@ -75,35 +69,23 @@ class PathMeter:
         """The estimated bandwidth of all connections together, in bytes a second."""
         return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
 
-    def share(self, reader: LargeFileReader) -> int:
+    def share(self, reader: object) -> int:
         """Note that a reader reads now; return the number of parts to download at a time for it."""
-        now = self._clock()
-        reader.last_read = now
-        self._readers[reader] = None
-        if len(self._readers) > 1:
-            for other in [each for each in self._readers if now - each.last_read > IDLE_S]:
-                del self._readers[other]
+        now = self.clock()
+        self._readers[reader] = now
+        for other in [each for each, at in self._readers.items() if now - at > IDLE_S]:
+            del self._readers[other]
         return max(LEAST_SHARE, self.width // len(self._readers))
 
-    def leaves(self, reader: LargeFileReader) -> None:
+    def leaves(self, reader: object) -> None:
         """Remove a reader, which needs no share any more."""
         self._readers.pop(reader, None)
 
-    def download(self, size: int) -> DownloadMeter:
-        """Return the context manager that measures a download of `size` bytes."""
-        return DownloadMeter(self, self._clock, size)
-
-    def began(self, size: int) -> None:
-        """Count a download of `size` bytes as running."""
+    def change(self, downloads: int, size: int) -> None:
+        """Add downloads of `size` bytes, both may be negative, to those that are running."""
         self._count_running()
         self._running += size
-        self._under_way += 1
-
-    def ended(self, size: int) -> None:
-        """End the count of a download of `size` bytes, successful or not."""
-        self._count_running()
-        self._running -= size
-        self._under_way -= 1
+        self._under_way += downloads
 
     def arrived(self, size: int) -> None:
         """Count `size` bytes that any download brought; end the round after enough bytes."""
@@ -132,12 +114,12 @@ class PathMeter:
         return max(LEAST_WIDTH, round(USUAL_BANDWIDTH * duration_s / self._part))
 
     def _begin_round(self) -> None:
-        self._round_began = self._counted_until = self._clock()
+        self._round_began = self._counted_until = self.clock()
         self._busy = 0.0
         self._arrived = 0
 
     def _count_running(self) -> None:
-        now = self._clock()
+        now = self.clock()
         self._busy += self._running * (now - self._counted_until)
         self._counted_until = now
 
@@ -165,31 +147,30 @@ class PathMeter:
 
 
 class DownloadMeter:
-    """Context manager that measures one download."""
+    """Context manager that measures one download of `size` bytes."""
 
-    __slots__ = ("_began", "_clock", "_first_at", "_last_at", "_path", "_rest", "_size")
+    __slots__ = ("_began", "_first_at", "_last_at", "_path", "_rest", "_size")
 
-    def __init__(self, path: PathMeter, clock: Callable[[], float], size: int) -> None:
+    def __init__(self, path: PathMeter, size: int) -> None:
         self._path = path
-        self._clock = clock
         self._size = size
-        self._began = clock()
+        self._began = path.clock()
         self._first_at = self._last_at = 0.0
         self._rest = 0
 
     def __enter__(self) -> Self:
-        self._path.began(self._size)
+        self._path.change(1, self._size)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._path.ended(self._size)
+        self._path.change(-1, -self._size)
         # A few bytes say little: they came together with the first bytes.
         if self._rest > self._size // 2:
             self._path.note_rest(self._rest, self._last_at - self._first_at)
 
     def arrived(self, size: int) -> None:
         """Count `size` more bytes of the download."""
-        self._last_at = self._clock()
+        self._last_at = self._path.clock()
         if self._first_at:
             self._rest += size
         else:

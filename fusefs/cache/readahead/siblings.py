@@ -124,7 +124,8 @@ class Siblings:
             folder.order, folder.is_through = self._listing.files(prefix, info.key), False
             folder.refused = None
         self._folders.move_to_end(prefix)
-        if folder.missed >= self._misses_needed:
+        is_good = self._useful >= max(FOLDER_AFTER, self._started // STARTED_EACH)
+        if folder.missed >= (1 if is_good else FOLDER_AFTER):
             self._waiting.pop(folder, None)
             self._waiting[folder] = None
             self._fetch()
@@ -151,11 +152,6 @@ class Siblings:
         _, size = folder.unread.pop(key, (None, -1))
         self._unread_bytes -= max(0, size)
         return size >= 0
-
-    @property
-    def _misses_needed(self) -> int:
-        is_good = self._useful >= max(FOLDER_AFTER, self._started // STARTED_EACH)
-        return 1 if is_good else FOLDER_AFTER
 
     def _fetch(self) -> None:
         """Start downloads up to the limits, beginning with the folder that was used last."""
@@ -226,7 +222,8 @@ class Siblings:
             return True
         file = self._cache.pin(info.version)
         try:
-            downloads = self._downloader.want(file, 0, info.size)
+            ended = partial(self._ended, folder, info.key)
+            downloads = self._downloader.want(file, 0, info.size, ended)
         finally:
             self._cache.unpin(file)
         for download in downloads:
@@ -235,7 +232,6 @@ class Siblings:
             self._unread_bytes += info.size
             self._under_way += 1
             self._started += 1
-            download.on_end = partial(self._ended, folder, info.key, download)
         return bool(downloads)
 
     def _ended(self, folder: _Folder, key: str, download: Download) -> None:

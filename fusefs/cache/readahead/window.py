@@ -20,7 +20,6 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import PART, Download, Downloader
-from fusefs.cache.readahead.path_meter import LargeFileReader
 
 FIRST_WINDOW = 4 << 20
 GROWTH = 4
@@ -45,20 +44,18 @@ class Readahead:
     """The readahead of one open file. Belongs to the event loop.
 
     `go_on` is called when a sequential reader comes near the file's end, with the
-    number of bytes by which its window reaches past the end. `last_read` is in
-    seconds of the monotonic clock.
+    number of bytes by which its window reaches past the end.
     """
 
     __slots__ = (
-        "_downloader",
-        "_file",
-        "_go_on",
         "_has_several",
         "_read_bytes",
         "_scattered",
         "_stretches",
         "_windows",
-        "last_read",
+        "downloader",
+        "file",
+        "go_on",
     )
 
     def __init__(
@@ -67,21 +64,17 @@ class Readahead:
         file: CacheFile,
         go_on: Callable[[int], None] = lambda _size: None,
     ) -> None:
-        self.last_read = 0.0
-        self._downloader = downloader
-        self._file = file
-        self._go_on = go_on
-        self._windows = [self._window(0)]  # the last used first
+        self.downloader = downloader
+        self.file = file
+        self.go_on = go_on
+        self._windows = [Window(self, 0)]  # the last used first
         self._has_several = False
         self._stretches, self._read_bytes = 1, 0
         self._scattered = RandomReads(downloader, file)
 
-    def _window(self, expected: int) -> Window:
-        return Window(DownloadsAhead(self._downloader, self._file, self), expected, self._go_on)
-
     def reads(self, start: int, stop: int) -> None:
         """Note a read of [start, stop) and start downloads of the next bytes. Does not wait."""
-        if self._file.is_complete:
+        if self.file.is_complete:
             return
         self._read_bytes += stop - start
         for index, window in enumerate(self._windows):
@@ -102,7 +95,7 @@ class Readahead:
                 window.pause()
         if len(self._windows) == MOST_WINDOWS:
             self._windows.pop().close()
-        self._windows.insert(0, self._window(stop))
+        self._windows.insert(0, Window(self, stop))
 
     def waited(self, began: float, ended: float) -> None:
         """Count the time a read has waited; the times are in seconds of the monotonic clock."""
@@ -115,48 +108,17 @@ class Readahead:
         for window in self._windows:
             window.close()
         self._scattered.close()
-        self._downloader.path.leaves(self)
-
-
-class DownloadsAhead:
-    """The downloads ahead of one reader of a file, at most `parts()` parts at a time."""
-
-    __slots__ = ("_downloader", "_downloads", "_reader", "file")
-
-    def __init__(self, downloader: Downloader, file: CacheFile, reader: LargeFileReader) -> None:
-        self.file = file
-        self._downloader = downloader
-        self._reader = reader
-        self._downloads: list[Download] = []
-
-    def parts(self) -> int:
-        """The number of parts that may be downloaded for the reader at a time now."""
-        room = int(LARGEST_SHARE_OF_CACHE * self._downloader.room) // PART
-        return max(1, min(self._downloader.path.share(self._reader), room))
-
-    def want(self, start: int, stop: int) -> None:
-        """Start or join downloads of the missing bytes of [start, stop)."""
-        if start < stop:
-            self._downloads = [download for download in self._downloads if not download.is_done]
-            self._downloads += self._downloader.want(self.file, start, stop)
-
-    def close(self) -> None:
-        """End the interest in all downloads; those that nothing else wants are cancelled."""
-        downloads, self._downloads = self._downloads, []
-        for download in downloads:
-            download.unwant()
+        self.downloader.path.leaves(self)
 
 
 class Window:
     """A stretch of a file that is read in order; the next read should begin at `expected`."""
 
-    __slots__ = ("_ahead", "_expected", "_go_on", "_grown_at", "_interest", "_size")
+    __slots__ = ("_ahead", "_downloads", "_expected", "_grown_at", "_reader", "_size")
 
-    def __init__(
-        self, interest: DownloadsAhead, expected: int, go_on: Callable[[int], None]
-    ) -> None:
-        self._interest = interest
-        self._go_on = go_on
+    def __init__(self, reader: Readahead, expected: int) -> None:
+        self._reader = reader
+        self._downloads: list[Download] = []
         self._expected = expected
         self._ahead = 0  # the offset up to which downloads were started
         self._size = 0
@@ -180,33 +142,40 @@ class Window:
         ahead = self._ahead - stop
         if ahead > self._size - min(PART, self._size // 2):
             return
-        most = self._interest.parts() * PART
+        downloader = self._reader.downloader
+        room = int(LARGEST_SHARE_OF_CACHE * downloader.room) // PART
+        parts = max(1, min(downloader.path.share(self._reader), room))
         # The second condition is for windows extended long before the reader nears their end.
         if ahead <= self._size // 2 or stop - self._grown_at >= self._size:
             self._size = max(FIRST_WINDOW, GROWTH * self._size)
             self._grown_at = stop
-        self._size = min(self._size, most)
+        self._size = min(self._size, parts * PART)
         self._extend(stop)
 
     def _extend(self, stop: int) -> None:
-        size = self._interest.file.size
+        size = self._reader.file.size
         ahead = min(size, stop + self._size)
         # Whole parts, so that requests stay large as the window advances in small steps.
         if ahead < size and self._size > PART:
             ahead -= ahead % PART
-        self._interest.want(max(stop, self._ahead), ahead)
+        start = max(stop, self._ahead)
+        if start < ahead:
+            self._downloads = [download for download in self._downloads if not download.is_done]
+            self._downloads += self._reader.downloader.want(self._reader.file, start, ahead)
         self._ahead = max(ahead, self._ahead)
         if ahead == size:
-            self._go_on(stop + self._size - size)
+            self._reader.go_on(stop + self._size - size)
 
     def pause(self) -> None:
         """End the interest in all downloads until the next read in order."""
-        self._interest.close()
+        self.close()
         self._ahead = self._expected
 
     def close(self) -> None:
-        """End the interest in all downloads."""
-        self._interest.close()
+        """End the interest in all downloads; those that nothing else wants are cancelled."""
+        downloads, self._downloads = self._downloads, []
+        for download in downloads:
+            download.unwant()
 
 
 class RandomReads:
@@ -236,7 +205,7 @@ class RandomReads:
             return
         if size <= LARGEST_SHARE_OF_CACHE * self._downloader.room:
             self._scope = trio.CancelScope()
-            self._downloader.in_background(self._fetch)
+            self._downloader.nursery.start_soon(self._fetch)
 
     async def _fetch(self) -> None:
         assert self._scope is not None

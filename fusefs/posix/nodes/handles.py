@@ -28,8 +28,8 @@ SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as in 
 class FileHandle:
     """An open file; `unique` is the id of the request that opened it.
 
-    `unkept` has the bytes last read past the cache: (offset, bytes). `fetched` is the number of
-    bytes that were fetched for the open and not read through the handle yet.
+    `fetched` is the number of bytes that were fetched for the open and not read through the
+    handle yet.
     """
 
     fh: int
@@ -40,7 +40,6 @@ class FileHandle:
     flags: int
     unique: int
     readahead: Readahead | None = None
-    unkept: tuple[int, bytearray] = field(default_factory=lambda: (0, bytearray()))
     fetched: int = 0
 
 

@@ -226,7 +226,7 @@ class Reader(MountPart):
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)
         buffers = self._downloader.unkept
-        start, data = handle.unkept
+        start, data = buffers.of(handle)
         if not (start <= offset and stop <= start + len(data)):
             start = offset
             end = min(handle.file.size, max(stop, offset + buffers.ahead(handle)))

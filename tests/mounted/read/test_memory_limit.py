@@ -133,11 +133,6 @@ def use_all(mount: Mount, names: list[str]) -> dict[str, Any]:
     return facts if facts["pruned_nodes"] or not facts["can_prune_nodes"] else {}
 
 
-class OneReader:
-    def __init__(self) -> None:
-        self.unkept = (0, bytearray())
-
-
 async def test_bytes_past_the_cache_wait_for_room() -> None:
     buffers = UnkeptBuffers(10 * MIB)
     done: list[int] = []
@@ -166,13 +161,13 @@ async def test_bytes_past_the_cache_wait_for_room() -> None:
 
 async def test_what_is_kept_for_next_reads_makes_room_the_oldest_first() -> None:
     buffers = UnkeptBuffers(10 * MIB)
-    readers = [OneReader() for _ in range(3)]
+    readers = [object() for _ in range(3)]
     for reader in readers:
         buffers.keep(reader, 5, bytearray(4 * MIB))
     # The third found no room: nothing is kept beyond the limit.
-    assert [len(reader.unkept[1]) for reader in readers] == [4 * MIB, 4 * MIB, 0]
+    assert [len(buffers.of(reader)[1]) for reader in readers] == [4 * MIB, 4 * MIB, 0]
     async with buffers.taken(4 * MIB):
-        assert [len(reader.unkept[1]) for reader in readers] == [0, 4 * MIB, 0]
+        assert [len(buffers.of(reader)[1]) for reader in readers] == [0, 4 * MIB, 0]
     for reader in readers:
         buffers.drop(reader)
     assert buffers.used == 0

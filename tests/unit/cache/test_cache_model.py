@@ -86,7 +86,7 @@ class Model:
         await parts.quiet()
         await parts.evictor.tend()
         assert parts.quota.reserved == 0
-        assert all(not file.downloads for file in parts.cache._files.values())
+        assert all(not file.downloads for file in parts.cache.by_name.values())
         await parts.cache.residency.unload(lambda _file: None)
         present = 0
         async for files in parts.cache.residency.pages(-1):

@@ -143,7 +143,7 @@ async def test_what_is_given_up_without_a_keeper_is_given_back_by_the_next() -> 
         files = PassthroughFiles(one.client)
         used, dropped, answered = (cast(CacheFile, Copy(number, one.fd)) for number in (1, 2, 3))
         for file in (used, dropped, answered):
-            files.adopt(file, 100 + file.st_ino)
+            files.ids[file] = 100 + file.st_ino
         files.drop(answered)
         closing = await one.receive()
         assert (closing.kind, closing.b) == (protocol.BACKING_CLOSE, 103)
@@ -166,7 +166,7 @@ async def test_what_the_keeper_has_not_answered_is_given_back_by_the_next() -> N
     async with registering() as one:
         files = PassthroughFiles(one.client)
         file = cast(CacheFile, Copy(1, one.fd))
-        files.adopt(file, 101)
+        files.ids[file] = 101
         files.drop(file)
         assert (await one.receive()).b == 101
         one.there.close()

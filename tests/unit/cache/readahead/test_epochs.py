@@ -88,9 +88,9 @@ def placed(order: EvictionOrder, name: str, size: int, *, is_ahead: bool = False
     if not is_ahead:
         order.use(file)
     file.arrived(0, size)
-    order.arrived(size)
+    order.fetched += size
     file.pins = 0
-    order.settle(file)
+    order.insert(file)
     return file
 
 
@@ -126,9 +126,9 @@ def test_what_is_ahead_goes_when_a_whole_cache_was_fetched_since() -> None:
     order = EvictionOrder(Room())
     ahead = placed(order, "ahead", 1, is_ahead=True)
     placed(order, "kept", 10)
-    order.arrived(90)
+    order.fetched += 90
     assert order.next(is_ahead=True) is None
-    order.arrived(1)
+    order.fetched += 1
     assert order.next(is_ahead=True) is ahead
 
 

@@ -38,7 +38,7 @@ class SimulatedPath:
         step_s = 0.01
         while self.clock.now < until:
             while len(running) < width():
-                meter = self.meter.download(PART).__enter__()
+                meter = DownloadMeter(self.meter, PART).__enter__()
                 running.append((meter, self.clock.now + self._latency_s, PART))
             self.clock.now += step_s
             flowing = [one for one in running if one[1] <= self.clock.now]
@@ -73,7 +73,7 @@ def test_downloads_that_wait_for_each_other_say_little_of_the_latency() -> None:
         meter.note_first(MIB, 0.01)
         with ExitStack() as downloads:
             for _ in range(under_way):
-                downloads.enter_context(meter.download(PART))
+                downloads.enter_context(DownloadMeter(meter, PART))
             for _ in range(200):
                 meter.note_first(MIB, 1.0)
         latencies[under_way] = meter.latency_s
@@ -122,14 +122,10 @@ def test_the_width_has_a_limit() -> None:
     assert path.meter.width == 20
 
 
-class Reader:
-    last_read = 0.0
-
-
 def test_readers_share_the_width_while_they_read() -> None:
     clock = Clock()
     meter = PathMeter(64, PART, clock)
-    readers = [Reader() for _ in range(4)]
+    readers = [object() for _ in range(4)]
     shares = [meter.share(reader) for reader in readers for _ in range(2)]
     assert shares[0] == LEAST_WIDTH
     assert shares[-1] == LEAST_WIDTH // 4
