@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -39,11 +40,8 @@ async def serve(
     with _listening(path) as listening:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
         async with trio.open_nursery() as nursery:
-
-            async def one_client(stream: trio.SocketStream) -> None:
-                await _serve_client(stream, answer)
-
-            await nursery.start(trio.serve_listeners, one_client, [listener])
+            serve_client = partial(_serve_client, answer)
+            await nursery.start(trio.serve_listeners, serve_client, [listener])
             if task_status is not None:
                 task_status.started()
 
@@ -66,7 +64,7 @@ def _listening(path: Path) -> Iterator[socket.socket]:
                     path.unlink()
 
 
-async def _serve_client(stream: trio.SocketStream, answer: Answer) -> None:
+async def _serve_client(answer: Answer, stream: trio.SocketStream) -> None:
     with trio.move_on_after(CLIENT_TIMEOUT_S):
         try:
             async with stream:

@@ -30,7 +30,7 @@ from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.keeper.client import KeeperClient, KeeperError, TakenMount
 from fusefs.keeper.protocol import FRESH, PREPARE
 from fusefs.launch import registry
-from fusefs.linux import files, fuse_connection, mount, mountinfo
+from fusefs.linux import files, fuse_connection, mount, mountinfo, sockets
 from fusefs.linux.mount import MountError
 from fusefs.posix.journal import journal
 from fusefs.posix.journal.journal import Journal
@@ -88,14 +88,15 @@ class Takeover:
     @classmethod
     async def begin(cls, settings: MountSettings) -> Takeover:
         """Send HELLO to the keeper that started this process; raises KeeperError without one."""
-        keeper = KeeperClient.from_environment()
-        if keeper is None:
+        sock = sockets.inherited(protocol.ENVIRONMENT)
+        if sock is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
+        keeper = KeeperClient(sock)
         welcome = await keeper.hello()
         takeover = cls(settings, keeper, welcome.task)
         takeover._connection = welcome.connection
         takeover.is_privileged = welcome.is_privileged
-        takeover._supervisor = _from_supervisor()
+        takeover._supervisor = sockets.inherited(supervisor_protocol.ENVIRONMENT)
         return takeover
 
     @property
@@ -245,17 +246,6 @@ def _remove_leftovers(directory: Path, connection: int) -> None:
         number = path.name.split(".")[1]
         if number.isdecimal() and int(number) not in known:
             path.unlink(missing_ok=True)
-
-
-def _from_supervisor() -> socket.socket | None:
-    """The inherited socket to the supervisor, or None if the keeper started this process."""
-    number = os.environ.pop(supervisor_protocol.ENVIRONMENT, None)
-    if number is None:
-        return None
-    os.set_inheritable(int(number), False)
-    supervisor = socket.socket(fileno=int(number))
-    supervisor.setblocking(False)
-    return supervisor
 
 
 async def _hear_supervisor(

@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyfuse3
 import trio
@@ -107,9 +107,8 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def lookup(
         self, parent: int, name: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors(Opcode.LOOKUP):
-            answer = self._operations.lookup(parent, name, _caller(context))
-            found = await self._result(Opcode.LOOKUP, parent, answer, context.pid)
+        with self._request(Opcode.LOOKUP, parent, context.pid):
+            found = await _answer(self._operations.lookup(parent, name, _caller(context)))
             if found.inode is not None:
                 entry = self.pack(found.inode, found.valid_s)
                 if not found.has_attributes:
@@ -130,23 +129,19 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def getattr(
         self, nodeid: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors(Opcode.GETATTR):
-            answer = self._operations.getattr(nodeid)
-            return self.pack(*await self._result(Opcode.GETATTR, nodeid, answer, context.pid))
+        with self._request(Opcode.GETATTR, nodeid, context.pid):
+            return self.pack(*await _answer(self._operations.getattr(nodeid)))
 
     async def open(
         self, nodeid: int, flags: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.FileInfo:
-        with self._errors(Opcode.OPEN):
-            answer = self._operations.open(nodeid, flags, _caller(context))
-            opened = await self._result(Opcode.OPEN, nodeid, answer, context.pid)
+        with self._request(Opcode.OPEN, nodeid, context.pid):
+            opened = await _answer(self._operations.open(nodeid, flags, _caller(context)))
         return pyfuse3.FileInfo(fh=opened.fh, keep_cache=opened.keep_cache)
 
     async def read(self, fh: int, offset: int, size: int) -> bytes:
-        with self._errors(Opcode.READ):
-            data = await self._result(
-                Opcode.READ, self._opened(fh), self._operations.read(fh, offset, size)
-            )
+        with self._request(Opcode.READ, self._opened(fh)):
+            data = await _answer(self._operations.read(fh, offset, size))
         assert isinstance(data, (bytes, bytearray, memoryview))
         # The memory of an immediate answer may be reused before libfuse sends it.
         return data if isinstance(data, bytes) else bytes(data)
@@ -159,19 +154,18 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return
-        with self._errors(Opcode.FSYNCDIR):
-            await self._result(Opcode.FSYNCDIR, nodeid, self._mutations.fsync_directory(nodeid))
+        with self._request(Opcode.FSYNCDIR, nodeid):
+            await _answer(self._mutations.fsync_directory(nodeid))
 
     async def opendir(self, nodeid: int, context: pyfuse3.RequestContext) -> int:
-        with self._errors(Opcode.OPENDIR):
+        with self._request(Opcode.OPENDIR, nodeid, context.pid):
             handle, _ = self._operations.opendir(nodeid, _caller(context))
             return handle.fh
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        with self._errors(Opcode.READDIR):
+        with self._request(Opcode.READDIR, self._listed(fh)):
             buffer = _Pyfuse3Entries(self, token)
-            read = self._operations.readdir(fh, start_id, buffer)
-            await self._result(Opcode.READDIR, self._listed(fh), read)
+            await _answer(self._operations.readdir(fh, start_id, buffer))
 
     async def releasedir(self, fh: int) -> None:
         self._operations.releasedir(fh)
@@ -186,14 +180,12 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         return shown
 
     async def getxattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> bytes:
-        with self._errors(Opcode.GETXATTR):
-            answer = self._operations.getxattr(nodeid, name.decode(errors="replace"))
-            return await self._result(Opcode.GETXATTR, nodeid, answer, context.pid)
+        with self._request(Opcode.GETXATTR, nodeid, context.pid):
+            return await _answer(self._operations.getxattr(nodeid, name.decode(errors="replace")))
 
     async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
-        with self._errors(Opcode.LISTXATTR):
-            answer = self._operations.listxattr(nodeid)
-            names = await self._result(Opcode.LISTXATTR, nodeid, answer, context.pid)
+        with self._request(Opcode.LISTXATTR, nodeid, context.pid):
+            names = await _answer(self._operations.listxattr(nodeid))
             return [name.encode() for name in names]
 
     # Changes. On a read-only mount the kernel sends none of them.
@@ -207,46 +199,43 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, context: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        with self._errors(Opcode.CREATE):
+        with self._request(Opcode.CREATE, parent, context.pid):
             made = self._mutations.create(parent, name, mode, flags, _caller(context))
-            inode, opened = await self._result(Opcode.CREATE, parent, made, context.pid)
+            inode, opened = await _answer(made)
             return pyfuse3.FileInfo(fh=opened.fh, keep_cache=True), self.pack(inode, 0.0)
 
     async def mknod(
         self, parent: int, name: bytes, mode: int, rdev: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors(Opcode.MKNOD):
+        with self._request(Opcode.MKNOD, parent, context.pid):
             made = self._mutations.mknod(parent, name, mode, _caller(context))
-            return self.pack(await self._waited(Opcode.MKNOD, parent, made, context.pid), 0.0)
+            return self.pack(await made, 0.0)
 
     async def mkdir(
         self, parent: int, name: bytes, mode: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors(Opcode.MKDIR):
+        with self._request(Opcode.MKDIR, parent, context.pid):
             made = self._mutations.mkdir(parent, name, mode, _caller(context))
-            return self.pack(await self._waited(Opcode.MKDIR, parent, made, context.pid), 0.0)
+            return self.pack(await made, 0.0)
 
     async def symlink(
         self, parent: int, name: bytes, target: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors(Opcode.SYMLINK):
+        with self._request(Opcode.SYMLINK, parent, context.pid):
             made = self._mutations.symlink(parent, name, target, _caller(context))
-            return self.pack(await self._waited(Opcode.SYMLINK, parent, made, context.pid), 0.0)
+            return self.pack(await made, 0.0)
 
     async def readlink(self, nodeid: int, context: pyfuse3.RequestContext) -> bytes:
-        with self._errors(Opcode.READLINK):
-            target = self._operations.readlink(nodeid)
-            return await self._waited(Opcode.READLINK, nodeid, target, context.pid)
+        with self._request(Opcode.READLINK, nodeid, context.pid):
+            return await self._operations.readlink(nodeid)
 
     async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
-        with self._errors(Opcode.UNLINK):
-            done = self._mutations.unlink(parent, name, _caller(context))
-            await self._result(Opcode.UNLINK, parent, done, context.pid)
+        with self._request(Opcode.UNLINK, parent, context.pid):
+            await _answer(self._mutations.unlink(parent, name, _caller(context)))
 
     async def rmdir(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
-        with self._errors(Opcode.RMDIR):
-            done = self._mutations.rmdir(parent, name, _caller(context))
-            await self._waited(Opcode.RMDIR, parent, done, context.pid)
+        with self._request(Opcode.RMDIR, parent, context.pid):
+            await self._mutations.rmdir(parent, name, _caller(context))
 
     async def rename(
         self,
@@ -257,16 +246,15 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         flags: int,
         context: pyfuse3.RequestContext,
     ) -> None:
-        with self._errors(Opcode.RENAME2):
-            done = self._mutations.rename(parent, name, to, new_name, flags, _caller(context))
-            await self._waited(Opcode.RENAME2, parent, done, context.pid)
+        with self._request(Opcode.RENAME2, parent, context.pid):
+            await self._mutations.rename(parent, name, to, new_name, flags, _caller(context))
 
     async def link(
         self, nodeid: int, parent: int, name: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with self._errors(Opcode.LINK):
+        with self._request(Opcode.LINK, parent, context.pid):
             made = self._mutations.link(nodeid, parent, name, _caller(context))
-            return self.pack(await self._waited(Opcode.LINK, parent, made, context.pid), 0.0)
+            return self.pack(await made, 0.0)
 
     async def setattr(
         self,
@@ -284,37 +272,31 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             mtime_ns=attributes.st_mtime_ns if fields.update_mtime else None,
             has_handle=fh is not None,
         )
-        with self._errors(Opcode.SETATTR):
-            changed = self._mutations.setattr(nodeid, new)
-            return self.pack(*await self._waited(Opcode.SETATTR, nodeid, changed, context.pid))
+        with self._request(Opcode.SETATTR, nodeid, context.pid):
+            return self.pack(*await self._mutations.setattr(nodeid, new))
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, context: pyfuse3.RequestContext
     ) -> None:
-        with self._errors(Opcode.SETXATTR):
-            done = self._mutations.setxattr(nodeid, name, value, 0, _caller(context))
-            await self._waited(Opcode.SETXATTR, nodeid, done, context.pid)
+        with self._request(Opcode.SETXATTR, nodeid, context.pid):
+            await self._mutations.setxattr(nodeid, name, value, 0, _caller(context))
 
     async def removexattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> None:
-        with self._errors(Opcode.REMOVEXATTR):
-            done = self._mutations.removexattr(nodeid, name, _caller(context))
-            await self._waited(Opcode.REMOVEXATTR, nodeid, done, context.pid)
+        with self._request(Opcode.REMOVEXATTR, nodeid, context.pid):
+            await self._mutations.removexattr(nodeid, name, _caller(context))
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
-        with self._errors(Opcode.WRITE):
-            written = self._mutations.writer.write(fh, offset, memoryview(data))
-            return await self._result(Opcode.WRITE, self._opened(fh), written)
+        with self._request(Opcode.WRITE, self._opened(fh)):
+            return await _answer(self._mutations.writer.write(fh, offset, memoryview(data)))
 
     async def flush(self, fh: int) -> None:
         if self._operations.writer is not None:
-            with self._errors(Opcode.FLUSH):
-                flushed = self._operations.writer.flusher.flush(fh)
-                await self._result(Opcode.FLUSH, self._opened(fh), flushed)
+            with self._request(Opcode.FLUSH, self._opened(fh)):
+                await _answer(self._operations.writer.flusher.flush(fh))
 
     async def fsync(self, fh: int, datasync: bool) -> None:
-        with self._errors(Opcode.FSYNC):
-            synced = self._mutations.writer.flusher.fsync(fh)
-            await self._result(Opcode.FSYNC, self._opened(fh), synced)
+        with self._request(Opcode.FSYNC, self._opened(fh)):
+            await _answer(self._mutations.writer.flusher.fsync(fh))
 
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
         """Convert the attributes of an inode to pyfuse3's type."""
@@ -341,33 +323,16 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         handle = self._operations.handles.directories.get(fh)
         return handle.inode.nodeid if handle is not None else 0
 
-    async def _result(self, opcode: Opcode, nodeid: int, answer: Answer[T], pid: int = 0) -> T:
-        """Return an operation's answer, awaiting it if needed; `pid` is 0 if libfuse gives none."""
+    @contextmanager
+    def _request(self, opcode: Opcode, nodeid: int, pid: int = 0) -> Iterator[None]:
+        """Count and time the request that the block answers; `pid` is 0 if libfuse gives none."""
         ACTIVITY.note()
-        if not isinstance(answer, Coroutine):
-            return answer
-        return await self._waited(opcode, nodeid, answer, pid)
-
-    async def _waited(
-        self, opcode: Opcode, nodeid: int, answer: Coroutine[Any, Any, T], pid: int
-    ) -> T:
-        """Await an operation's answer and return it; the request is in `waiting` meanwhile."""
-        unique = id(answer)
-        self.waiting[unique] = WaitingRequest(
-            opcode, nodeid, pid, time.monotonic(), trio.CancelScope()
-        )
+        self.requests += 1
+        number, began = self.requests, time.monotonic()
+        self.waiting[number] = WaitingRequest(opcode, nodeid, pid, began, trio.CancelScope())
         try:
             with served():
-                return await answer
-        finally:
-            del self.waiting[unique]
-
-    @contextmanager
-    def _errors(self, opcode: Opcode) -> Iterator[None]:
-        self.requests += 1
-        began = time.monotonic()
-        try:
-            yield
+                yield
             self.times.answered(opcode, began)
         except OSError as error:
             self.times.failed(opcode, began, error.errno)
@@ -376,6 +341,13 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             logger.exception("answering EIO: a fault of this program")
             self.times.failed(opcode, began, errno.EIO)
             raise pyfuse3.FUSEError(errno.EIO) from error
+        finally:
+            del self.waiting[number]
+
+
+async def _answer(answer: Answer[T]) -> T:
+    """Return an operation's answer, awaiting it if needed."""
+    return await answer if isinstance(answer, Coroutine) else answer
 
 
 class _Pyfuse3Entries:

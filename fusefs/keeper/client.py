@@ -77,15 +77,6 @@ class KeeperClient:
         self.gone = trio.Event()
         self.quiesced = trio.Event()
 
-    @classmethod
-    def from_environment(cls) -> KeeperClient | None:
-        """Make a client of the socket that this process inherited; None without one."""
-        number = os.environ.pop(wire.ENVIRONMENT, None)
-        if number is None:
-            return None
-        os.set_inheritable(int(number), False)
-        return cls(socket.socket(fileno=int(number)))
-
     # Before serving: one question at a time.
 
     async def hello(self) -> Welcome:

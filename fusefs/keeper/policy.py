@@ -290,7 +290,8 @@ class Keeper:
     def _replace(self, daemon: DaemonProcess, end: str) -> None:
         state = self._state
         now = time.monotonic()
-        state.died(end)
+        state.restarts += 1
+        state.note_end(end)
         state.is_all_answered = state.is_all_answered or daemon.is_ending
         state.paused(now)
         is_falling_back = state.fallback is not None
@@ -364,7 +365,8 @@ class Keeper:
         daemon, state = self._processes.incoming, self._state
         assert daemon is not None
         state.fallback, state.program = state.program, daemon.program
-        state.upgraded()
+        state.upgrades += 1
+        state.note_end("upgrade")
         self._processes.promote()
 
     def _answer_upgrade(self, answer: dict[str, Any]) -> None:

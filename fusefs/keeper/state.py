@@ -141,17 +141,8 @@ class KeeperState:
         """True if another daemon would get all unanswered requests."""
         return self.has_resend or self.is_all_answered
 
-    def died(self, reason: str) -> None:
-        """Count a restart after the daemon's death, and record its reason."""
-        self.restarts += 1
-        self._was_replaced(reason)
-
-    def upgraded(self) -> None:
-        """Count an upgrade: another daemon has taken the mount over."""
-        self.upgrades += 1
-        self._was_replaced("upgrade")
-
-    def _was_replaced(self, reason: str) -> None:
+    def note_end(self, reason: str) -> None:
+        """Record the reason why a daemon's service has ended, and that its requests are over."""
         self.last_death_ns = time.time_ns()
         self.last_reason = reason
         self.in_flight = 0

@@ -43,6 +43,20 @@ def connect(
     return sock
 
 
+def inherited(variable: str) -> socket.socket | None:
+    """The inherited socket whose number is in an environment variable, now non-blocking; or None.
+
+    The variable is removed, and no program that this process starts inherits the socket.
+    """
+    number = os.environ.pop(variable, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    found = socket.socket(fileno=int(number))
+    found.setblocking(False)
+    return found
+
+
 def peer_of(sock: Any) -> tuple[int, int]:
     """The pid and uid of the peer process, at the time when it called connect or listen."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)

@@ -177,8 +177,8 @@ async def test_what_is_kept_for_next_reads_makes_room_the_oldest_first() -> None
 def test_the_more_readers_the_less_is_read_ahead() -> None:
     buffers = UnkeptBuffers(8 * MIB)
     for _ in range(64):
-        buffers.keep(OneReader(), 0, bytearray(1))
-    assert buffers.ahead(OneReader()) == 8 * MIB // 65
+        buffers.keep(object(), 0, bytearray(1))
+    assert buffers.ahead(object()) == 8 * MIB // 65
 
 
 @states(

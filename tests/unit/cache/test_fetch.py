@@ -122,7 +122,7 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
     async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
         file = parts.cache.pin(small)
         [download] = parts.downloader.want(file, 0, small.size)
-        create = parts.cache.create
+        create = parts.cache.disk.create
 
         async def give_up_and_come_back() -> None:
             download.unwant()
@@ -130,13 +130,13 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
             with trio.CancelScope(shield=True):
                 await wait_all_tasks_blocked()
 
-        def create_slowly(created: CacheFile) -> OpenFile:
-            found = create(created)
+        def create_slowly(name: str, size: int) -> OpenFile:
+            found = create(name, size)
             monkeypatch.undo()
             trio.from_thread.run(give_up_and_come_back)
             return found
 
-        monkeypatch.setattr(parts.cache, "create", create_slowly)
+        monkeypatch.setattr(parts.cache.disk, "create", create_slowly)
         # So slow a disk that it is used in threads.
         monkeypatch.setattr(parts.downloader.disk_latency, "_slow_until", math.inf)
         await eventually(lambda: file.is_complete)
