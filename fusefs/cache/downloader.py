@@ -406,7 +406,8 @@ class Downloader:
             if self._on_fetched is not None and download.position > download.start:
                 self._on_fetched(file, download.start, download.position)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
-                self._cache.keep_open(file)  # so that its first open does not wait for the disk
+                # So that its first open does not wait for the disk.
+                self._cache.keep_open(file, self.nursery)
             self._cache.unpin(file)
 
     async def _bring(self, download: Download) -> Exception | None:

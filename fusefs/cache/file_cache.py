@@ -41,7 +41,7 @@ from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.integrity.opening import open_or_create
 from fusefs.cache.integrity.trouble import Trouble
 from fusefs.cache.integrity.verify import Integrity
-from fusefs.cache.passthrough import PassthroughFiles
+from fusefs.cache.passthrough import MOST_AT_ONCE, PassthroughFiles
 from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from fusefs.cache.residency import Residency
@@ -61,6 +61,8 @@ SYNC_AFTER_S = 5.0
 # Files that were fetched ahead stay open this long for their first open.
 KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
+# The time that a file waits for others that are registered in the same message.
+GATHER_S = 0.02
 # Size of the cache of file names: as many as files the kernel may read itself (passthrough.py).
 MOST_NAMES = 16384
 # Errors of an open that are not caused by the file.
@@ -115,6 +117,7 @@ class FileCache:
         self._obsolete: list[ObjectVersion] = []
         # Files that are pinned until a time of the monotonic clock, the earliest first.
         self._kept_open: dict[CacheFile, float] = {}
+        self._unregistered: list[CacheFile] = []  # pinned, to be registered before their first open
         self._threads = trio.CapacityLimiter(16)
         self.integrity = Integrity(
             self.disk, self._catalog, self.discard, self._summed, self._threads
@@ -336,8 +339,11 @@ class FileCache:
                 raise
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
-    def keep_open(self, file: CacheFile) -> None:
-        """Keep a prefetched file open for a while: compiled code can then answer its first open."""
+    def keep_open(self, file: CacheFile, nursery: trio.Nursery) -> None:
+        """Keep a prefetched file open for a while: compiled code can then answer its first open.
+
+        For passthrough a task of `nursery` registers it.
+        """
         if file not in self._kept_open:
             self.pin_again(file)
             self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
@@ -345,7 +351,21 @@ class FileCache:
                 self._end_keeping_open(1)
         if self._backing is not None and self._backing.is_on:
             self.pin_again(file)
-            self._backing.register_ahead(file, partial(self.unpin, file, was_used=False))
+            self._unregistered.append(file)
+            if len(self._unregistered) == 1:
+                nursery.start_soon(self._register_ahead, self._backing)
+
+    async def _register_ahead(self, backing: PassthroughFiles) -> None:
+        """Register prefetched files, several in one message, as that wakes two processes."""
+        while files := self._unregistered[:MOST_AT_ONCE]:
+            if len(files) < MOST_AT_ONCE:
+                await trio.sleep(GATHER_S)
+                files = self._unregistered[:MOST_AT_ONCE]
+            await backing.register_all(files)
+            # Only now, as an empty list means that there is no task.
+            del self._unregistered[: len(files)]
+            for file in files:
+                self.unpin(file, was_used=False)
 
     def _end_keeping_open(self, count: int) -> None:
         """Unpin the first `count` files that are kept open."""

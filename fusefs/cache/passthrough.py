@@ -17,8 +17,7 @@ import logging
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,15 +29,16 @@ logger = logging.getLogger("fusefs.passthrough")
 
 # Each id holds a file open in the kernel (about 1 KiB), outside of RLIMIT_NOFILE.
 MOST_IDS = 16384
+# Files that are registered by one message, at most (keeper/protocol.py).
+MOST_AT_ONCE = 16
+_NO_PASSTHROUGH = "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
 _DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Registrar(Protocol):
     """The process that has the privilege to register files: the keeper (keeper/client.py)."""
 
-    async def open_backing(self, fd: int) -> int: ...
-    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None: ...
-    def open_gathered(self) -> None: ...
+    async def open_backing(self, fds: Sequence[int]) -> list[tuple[int, int]]: ...
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event: ...
@@ -78,16 +78,19 @@ class PassthroughFiles:
         """Register a trial file in `cache`; turn passthrough on if the kernel accepts it."""
         self.is_on = False
         if not is_negotiated:
-            self.why = "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
+            self.why = _NO_PASSTHROUGH
             return
         try:
             with tempfile.TemporaryFile(dir=cache) as probe:
-                self.registrar.close_backing(await self.registrar.open_backing(probe.fileno()))
-        except OSError as error:
-            # On a full disk the trial fails; if the last daemon had ids, passthrough works.
-            if not self.ids or error.errno not in _DISK_REFUSES:
-                self.why = _explain(error)
-                return
+                [(backing_id, error)] = await self.registrar.open_backing([probe.fileno()])
+                if backing_id:
+                    self.registrar.close_backing(backing_id)
+        except OSError as refusal:
+            error = refusal.errno or errno.EIO
+        # On a full disk the trial fails; if the last daemon had ids, passthrough works.
+        if error and not (self.ids and error in _DISK_REFUSES):
+            self.why = _explain(error)
+            return
         self.is_on = True
         self.why = "the kernel reads cached files itself"
 
@@ -101,44 +104,33 @@ class PassthroughFiles:
     async def register(self, file: CacheFile) -> int:
         """Register a pinned, open file; return its id, or 0 if the kernel refuses."""
         while (event := self._registering.get(file)) is not None:
-            self.registrar.open_gathered()
             await event.wait()
         known = self.find(file)
         if known or not self.is_on:
             return known
-        event = self._registering[file] = trio.Event()
-        try:
-            backing_id = await self.registrar.open_backing(file.fd)
-        except OSError as error:
+        for error in await self.register_all([file]):
             logger.warning("the kernel refused a file for passthrough: %s", _explain(error))
-            return 0
-        finally:
-            del self._registering[file]
-            event.set()
-        self.ids[file] = backing_id
-        self._shrink()
-        return backing_id
+        return self.ids.get(file, 0)
 
-    def register_ahead(self, file: CacheFile, done: Callable[[], None]) -> None:
-        """Register a file before its first open; `done` is called in any case when that is over.
+    async def register_all(self, files: Iterable[CacheFile]) -> list[int]:
+        """Register at most `MOST_AT_ONCE` pinned, open files together, as far as not done yet.
 
-        The caller keeps the file pinned and open until then. If the kernel refuses the file, its
-        first open tries again.
+        Returns the errnos of those that the kernel refuses; their next opens try again.
         """
-        if not self.is_on or file in self.ids or file in self._registering:
-            done()
-            return
-        self._registering[file] = trio.Event()
-        self.registrar.open_backing_later(file.fd, partial(self._registered_ahead, file, done))
-
-    def _registered_ahead(
-        self, file: CacheFile, done: Callable[[], None], backing_id: int, _error: int
-    ) -> None:
-        self._registering.pop(file).set()
-        if backing_id:
-            self.ids[file] = backing_id
-        done()
+        new = [file for file in files if file not in self.ids and file not in self._registering]
+        if not new or not self.is_on:
+            return []
+        event = trio.Event()
+        self._registering |= dict.fromkeys(new, event)
+        try:
+            answers = await self.registrar.open_backing([file.fd for file in new])
+        finally:
+            for file in new:
+                del self._registering[file]
+            event.set()
+        self.ids |= {file: found for file, (found, _) in zip(new, answers, strict=True) if found}
         self._shrink()
+        return [error for _, error in answers if error]
 
     def table(self) -> list[tuple[int, int]]:
         """List the registered files as (id, st_ino), including ids that are being given back."""
@@ -204,13 +196,14 @@ class PassthroughFiles:
             self.drop(unused)
 
 
-def _explain(error: OSError) -> str:
-    if error.errno == errno.EPERM:
-        return "registering files needs CAP_SYS_ADMIN in the initial user namespace"
-    if error.errno == errno.ELOOP:
-        return "the cache is on a file system that is itself stacked"
-    if error.errno == errno.EXDEV:
-        return "the cache is on an overlay of several file systems"
-    if error.errno in (errno.ENOTTY, errno.EINVAL):
-        return "this kernel has no FUSE passthrough (Linux 6.9 or later has)"
-    return os.strerror(error.errno or errno.EIO)
+_REASONS = {
+    errno.EPERM: "registering files needs CAP_SYS_ADMIN in the initial user namespace",
+    errno.ELOOP: "the cache is on a file system that is itself stacked",
+    errno.EXDEV: "the cache is on an overlay of several file systems",
+    errno.ENOTTY: _NO_PASSTHROUGH,
+    errno.EINVAL: _NO_PASSTHROUGH,
+}
+
+
+def _explain(error: int) -> str:
+    return _REASONS.get(error) or os.strerror(error)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import CacheDirectoryError, usable
 from fusefs.cache.downloader import Downloader
 from fusefs.cache.evictor import Evictor
@@ -235,16 +236,14 @@ class Daemon:
         opening = partial(setup.open_cache, in_any_case=not is_fresh)
         self.backing = self._backing_files()
         self.cache = await trio.to_thread.run_sync(
-            opening,
-            settings,
-            directory,
-            self._identity,
-            self.backing,
-            lambda file: self.operations.discarded(file),
+            opening, settings, directory, self._identity, self.backing, self._discarded
         )
         self.evictor = Evictor(self.cache)
         if self._takeover is not None and is_fresh:
             self._takeover.remember(directory.name)
+
+    def _discarded(self, file: CacheFile) -> None:
+        self.operations.discarded(file)
 
     @property
     def _identity(self) -> str:

@@ -12,7 +12,7 @@ import errno
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -26,11 +26,6 @@ from fusefs.telemetry.activity import ACTIVITY, IDLE_S
 TICK_S = 1.0
 # A keeper that takes longer to answer is taken to hang.
 LOOK_LIMIT_S = 2.0
-# The time that a file waits for others that are registered in the same message.
-GATHER_S = 0.02
-# Limit for messages with several files. The kernel allows a user only as many descriptors in
-# transit as the user may have open, a thousand by default.
-MOST_UNANSWERED = 8
 
 
 class KeeperError(Exception):
@@ -68,10 +63,6 @@ class KeeperClient:
         self._is_idle = True
         self._last_number = 0
         self._waiting: dict[int, _Reply] = {}
-        # Files to be registered in one message, and the number of such messages without an answer.
-        self._gathered: list[tuple[int, Callable[[int, int], None]]] = []
-        self._has_gathered = trio.Event()
-        self._unanswered = 0
         # The PID namespace of the pids in requests, if the keeper can look them up; else 0.
         self.namespace = 0
         self.gone = trio.Event()
@@ -154,7 +145,6 @@ class KeeperClient:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tick, in_flight, hang_s)
             nursery.start_soon(self._send_all)
-            nursery.start_soon(self._send_gathered)
             try:
                 await self._receive_all()
             finally:
@@ -162,59 +152,22 @@ class KeeperClient:
                 for reply in self._waiting.values():
                     reply.come(0, errno.ECONNRESET)
                 self._waiting.clear()
-                gathered, self._gathered = self._gathered, []
-                for _, done in gathered:
-                    done(0, errno.ECONNRESET)
                 nursery.cancel_scope.cancel()
 
-    async def open_backing(self, fd: int) -> int:
-        """Register the open file `fd` for passthrough; return its backing id, or raise OSError."""
-        if self.gone.is_set():
-            raise OSError(errno.ECONNRESET, "there is no keeper")
-        [reply] = self._send_files([fd])
-        # Shielded: an id that the keeper sends must not get lost, and the answer comes soon.
-        with trio.CancelScope(shield=True):
-            await reply.event.wait()
-        if reply.error:
-            raise OSError(reply.error, os.strerror(reply.error))
-        return reply.value
+    async def open_backing(self, fds: Sequence[int]) -> list[tuple[int, int]]:
+        """Register up to `MOST_FILES` open files for passthrough, in one message.
 
-    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
-        """Register `fd` soon; `done` gets the backing id and an errno, one of which is 0.
-
-        `fd` must stay open until then. One message, which wakes two processes, has several files.
+        Returns a backing id and an errno for each, one of which is 0.
         """
         if self.gone.is_set():
-            done(0, errno.ECONNRESET)
-        else:
-            self._gathered.append((fd, done))
-            if len(self._gathered) >= wire.MOST_FILES:
-                self.open_gathered()
-            else:
-                self._has_gathered.set()
-
-    def open_gathered(self) -> None:
-        """Send the files of `open_backing_later` at once, because one of them is needed."""
-        while self._gathered and self._unanswered < MOST_UNANSWERED:
-            files = self._gathered[: wire.MOST_FILES]
-            del self._gathered[: len(files)]
-            replies = self._send_files([fd for fd, _ in files])
-            for reply, (_, done) in zip(replies, files, strict=True):
-                reply.done = done
-
-    def _send_files(self, fds: list[int]) -> list[_Reply]:
+            return [(0, errno.ECONNRESET) for _ in fds]
         first = self._last_number + 1
         replies = [self._expect_reply()[1] for _ in fds]
-        self._unanswered += 1
         self._send(wire.pack(wire.BACKING_OPEN, first, len(fds)), *fds)
-        return replies
-
-    async def _send_gathered(self) -> None:
-        while True:
-            await self._has_gathered.wait()
-            self._has_gathered = trio.Event()
-            await trio.sleep(GATHER_S)
-            self.open_gathered()
+        # Shielded: an id that the keeper sends must not get lost, and the answer comes soon.
+        with trio.CancelScope(shield=True):
+            await replies[-1].event.wait()  # one answer has all
+        return [(reply.value, reply.error) for reply in replies]
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
         """Return a process's fate, or with `ino` HOLDS, HOLDS_NOT or UNKNOWN (linux/callers.py)."""
@@ -279,14 +232,9 @@ class KeeperClient:
             elif message.kind == wire.ABLE:
                 self.namespace = message.b
             elif message.kind == wire.BACKING_OPENED:
-                self._unanswered -= 1
                 for number, (backing_id, error) in enumerate(message.pairs, message.a):
                     if number in self._waiting:
                         self._waiting.pop(number).come(backing_id, error)
-                if len(self._gathered) >= wire.MOST_FILES:
-                    self.open_gathered()
-                if self._gathered:
-                    self._has_gathered.set()
             elif message.kind in _REPLIES and message.a in self._waiting:
                 self._waiting.pop(message.a).come(message.b, message.error)
 

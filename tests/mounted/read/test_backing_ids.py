@@ -4,7 +4,7 @@ import errno
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,9 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.passthrough import PassthroughFiles
+from fusefs.cache.passthrough import MOST_AT_ONCE, PassthroughFiles
+from tests.support.local_cache import CHUNK, cache_in, version
+from tests.support.waiting import eventually
 
 
 class CountingRegistrar:
@@ -20,26 +22,18 @@ class CountingRegistrar:
 
     def __init__(self) -> None:
         self.given: set[int] = set()
-        self.later: list[Callable[[int, int], None]] = []
+        self.messages: list[int] = []  # the number of files of each
+        self.error = 0
         self._numbers = itertools.count(1)
 
-    async def open_backing(self, fd: int) -> int:
+    async def open_backing(self, fds: Sequence[int]) -> list[tuple[int, int]]:
+        self.messages.append(len(fds))
         await trio.lowlevel.checkpoint()
-        number = next(self._numbers)
-        self.given.add(number)
-        return number
-
-    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
-        self.later.append(done)
-
-    def open_gathered(self) -> None:
-        pass
-
-    def answer(self, error: int = 0) -> None:
-        """Give the first that waits an id, or an error."""
-        number = 0 if error else next(self._numbers)
-        self.given |= {number} - {0}
-        self.later.pop(0)(number, error)
+        if self.error:
+            return [(0, self.error) for _ in fds]
+        numbers = [next(self._numbers) for _ in fds]
+        self.given.update(numbers)
+        return [(number, 0) for number in numbers]
 
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
@@ -99,24 +93,21 @@ async def test_an_open_waits_for_the_backing_id_that_is_on_its_way() -> None:
     registrar = CountingRegistrar()
     ids = PassthroughFiles(registrar)
     ids.is_on = True
-    file = CacheFile("file", 1)
-    ended: list[int] = []
+    files = [CacheFile(f"file-{n}", 1) for n in range(3)]
     got: list[int] = []
-    ids.register_ahead(file, lambda: ended.append(ids.find(file)))
-    ids.register_ahead(file, lambda: ended.append(-1))  # it is under way
 
-    async def register() -> None:
+    async def register(file: CacheFile) -> None:
         got.append(await ids.register(file))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(register)
+        nursery.start_soon(ids.register_all, files)
         await wait_all_tasks_blocked()
-        assert (ended, got, registrar.given) == ([-1], [], set())
-        registrar.answer()
-    assert ended == [-1, got[0]]
-    assert registrar.given == {got[0]}
-    ids.register_ahead(file, lambda: ended.append(-2))
-    assert (ended[-1], registrar.later) == (-2, [])
+        for file in files:
+            nursery.start_soon(register, file)
+    assert registrar.messages == [3]
+    assert set(got) == registrar.given == {1, 2, 3}
+    assert await ids.register_all(files) == []
+    assert registrar.messages == [3]
 
 
 async def test_a_file_that_the_kernel_refuses_ahead_is_registered_by_its_open() -> None:
@@ -124,12 +115,27 @@ async def test_a_file_that_the_kernel_refuses_ahead_is_registered_by_its_open() 
     ids = PassthroughFiles(registrar)
     ids.is_on = True
     file = CacheFile("file", 1)
-    ended: list[bool] = []
-    ids.register_ahead(file, lambda: ended.append(True))
-    registrar.answer(errno.ENFILE)
-    assert ended == [True]
+    registrar.error = errno.ENFILE
+    assert await ids.register_all([file]) == [errno.ENFILE]
     assert ids.find(file) == 0
+    registrar.error = 0
     assert await ids.register(file) in registrar.given
+
+
+async def test_files_that_are_fetched_ahead_are_registered_together(tmp_path: Path) -> None:
+    registrar = CountingRegistrar()
+    ids = PassthroughFiles(registrar)
+    ids.is_on = True
+    async with cache_in(tmp_path, backing=ids) as parts:
+        wanted = [version(f"file-{n}", CHUNK) for n in range(MOST_AT_ONCE + 4)]
+        files = [parts.cache.pin(one) for one in wanted]
+        for file in files:
+            parts.downloader.want(file, 0, file.size)
+            parts.cache.unpin(file)
+        await eventually(lambda: len(ids) == len(files))
+        assert len(registrar.messages) < len(files) // 2
+        parts.cache.close_unused()
+        await eventually(lambda: not any(file.pins for file in files))
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
@@ -139,7 +145,7 @@ async def test_a_mount_that_is_taken_over_on_a_full_disk_keeps_passthrough(
     """That it works is known from the files that the last daemon had registered."""
     ids = PassthroughFiles(CountingRegistrar())
     if has_ids:
-        ids.adopt(CacheFile("file", 1), 7)
+        ids.ids[CacheFile("file", 1)] = 7
 
     def is_full(**_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

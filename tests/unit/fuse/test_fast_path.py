@@ -5,7 +5,7 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -43,16 +43,9 @@ class Registrar:
     be earlier in one mount than in another.
     """
 
-    async def open_backing(self, fd: int) -> int:
+    async def open_backing(self, fds: Sequence[int]) -> list[tuple[int, int]]:
         await trio.lowlevel.checkpoint()
-        return os.fstat(fd).st_size
-
-    def open_backing_later(self, fd: int, done: Callable[[int, int], None]) -> None:
-        number = os.fstat(fd).st_size
-        trio.lowlevel.current_trio_token().run_sync_soon(done, number, 0)
-
-    def open_gathered(self) -> None:
-        pass
+        return [(os.fstat(fd).st_size, 0) for fd in fds]
 
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
@@ -171,6 +164,8 @@ async def one_side(
             nursery.start_soon(session.run)
             for inode in side.nodes:
                 await side.ask(Opcode.GETATTR, inode.nodeid, bytes(16))  # packs them
+            # What was fetched ahead is pinned until it has been registered.
+            await eventually(lambda: not operations.cache._unregistered)
             yield side
             session.stop_reading()
             nursery.cancel_scope.cancel()

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
-import pytest
 import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.passthrough import PassthroughFiles
-from fusefs.keeper import client, protocol
+from fusefs.keeper import protocol
 from fusefs.keeper.client import KeeperClient
 from fusefs.keeper.protocol import MOST_FILES, KeeperMessage
 from tests.support.waiting import eventually
@@ -29,13 +28,10 @@ class Registering:
     client: KeeperClient
     there: socket.socket
     fd: int
-    done: list[tuple[int, int, int]] = field(default_factory=list)  # which, its id, its errno
+    done: list[list[tuple[int, int]]] = field(default_factory=list)
 
-    def add(self, *which: int) -> None:
-        for one in which:
-            self.client.open_backing_later(
-                self.fd, lambda value, error, one=one: self.done.append((one, value, error))
-            )
+    async def register(self, count: int) -> None:
+        self.done.append(await self.client.open_backing([self.fd] * count))
 
     async def receive(self) -> KeeperMessage:
         """The next message that is no tick; its descriptors are closed."""
@@ -47,12 +43,10 @@ class Registering:
             if message.kind != protocol.TICK:
                 return message
 
-    async def answer(self, message: KeeperMessage, error: int = 0) -> None:
+    def answer(self, message: KeeperMessage, error: int = 0) -> None:
         pairs = [(0, error) if error else (100 + number, 0) for number in range(message.b)]
         answer = protocol.pack(protocol.BACKING_OPENED, message.a, len(pairs))
         self.there.send(protocol.with_pairs(answer, pairs))
-        count = len(self.done) + len(pairs)
-        await eventually(lambda: len(self.done) == count)
 
 
 @asynccontextmanager
@@ -70,62 +64,28 @@ async def registering() -> AsyncIterator[Registering]:
             nursery.cancel_scope.cancel()
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "GATHER_S", 1000.0)
-
-
-async def test_what_comes_shortly_after_each_other_goes_together() -> None:
-    async with registering() as one:
-        one.add(1, 2, 3)
+async def test_several_files_go_together() -> None:
+    async with registering() as one, trio.open_nursery() as nursery:
+        nursery.start_soon(one.register, 3)
         message = await one.receive()
         assert (message.kind, message.b, len(message.fds)) == (protocol.BACKING_OPEN, 3, 3)
-        await one.answer(message)
-        assert one.done == [(1, 100, 0), (2, 101, 0), (3, 102, 0)]
-        one.add(4)
-        message = await one.receive()
-        await one.answer(message, errno.ENOSPC)
-        assert one.done[3:] == [(4, 0, errno.ENOSPC)]
+        nursery.start_soon(one.register, 1)
+        another = await one.receive()
+        one.answer(another, errno.ENOSPC)
+        await eventually(lambda: one.done == [[(0, errno.ENOSPC)]])
+        one.answer(message)
+        await eventually(lambda: one.done[1:] == [[(100, 0), (101, 0), (102, 0)]])
 
 
-async def test_a_message_that_is_full_waits_for_nothing(patient: None) -> None:
-    async with registering() as one:
-        one.add(*range(2 * MOST_FILES + 1))
-        assert [(await one.receive()).b for _ in range(2)] == [MOST_FILES, MOST_FILES]
-
-
-async def test_what_is_needed_goes_at_once(patient: None) -> None:
-    async with registering() as one:
-        one.add(1)
-        one.client.open_gathered()
-        assert (await one.receive()).b == 1
-
-
-async def test_only_so_many_messages_are_on_their_way() -> None:
-    async with registering() as one:
-        one.add(*range(MOST_FILES * (client.MOST_UNANSWERED + 1) + 1))
-        messages = [await one.receive() for _ in range(client.MOST_UNANSWERED)]
-        with trio.move_on_after(3 * client.GATHER_S) as waited:
-            await one.receive()
-        assert waited.cancelled_caught
-        await one.answer(messages[0])
-        rest = await one.receive()
-        await one.answer(messages[1])
-        last = await one.receive()
-        assert (rest.b, last.b) == (MOST_FILES, 1)
-        for message in (*messages[2:], rest, last):
-            await one.answer(message)
-        assert sorted(which for which, _, _ in one.done) == list(range(len(one.done)))
-
-
-async def test_what_waits_for_others_fails_with_the_keeper(patient: None) -> None:
-    async with registering() as one:
-        one.add(*range(5))
+async def test_files_that_wait_fail_with_the_keeper() -> None:
+    async with registering() as one, trio.open_nursery() as nursery:
+        nursery.start_soon(one.register, MOST_FILES)
+        await one.receive()
         one.there.close()
-        await eventually(lambda: len(one.done) == 5)
-        assert {error for _, _, error in one.done} == {errno.ECONNRESET}
-        one.add(5)
-        assert one.done[-1] == (5, 0, errno.ECONNRESET)
+        lost = (0, errno.ECONNRESET)
+        await eventually(lambda: one.done == [[lost] * MOST_FILES])
+        await one.register(2)
+        assert one.done[1] == [lost] * 2
 
 
 class Copy:
