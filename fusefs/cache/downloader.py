@@ -268,7 +268,7 @@ class Downloader:
             download = self.find(file, missing[0])
             if download is None:
                 until = self._free_until(file, *missing)
-                download = self._start(file, missing[0], until, keep_used_since)
+                download = self._start(Download(file, missing[0], until, keep_used_since))
             # Whatever may be evicted for this job or for an earlier one may be evicted now.
             download.keep_used_since = max(keep_used_since, download.keep_used_since)
             download.wanted += 1
@@ -331,7 +331,7 @@ class Downloader:
             if not self._cache.order.fetch_ahead(file):
                 break
             since = -math.inf if file.rank is Rank.AHEAD else math.inf
-            download = self._start(file, gap[0], part_stop, since, on_end)
+            download = self._start(Download(file, gap[0], part_stop, since, on_end))
             download.wanted = 1
             started.append(download)
             at = part_stop
@@ -364,7 +364,7 @@ class Downloader:
         stop = -(-max(stop, start + least) // BLOCK) * BLOCK
         gap = file.present.first_missing(start, min(stop, file.size))
         assert gap is not None
-        return self._start(file, start, self._free_until(file, *gap))
+        return self._start(Download(file, start, self._free_until(file, *gap)))
 
     def _free_until(self, file: CacheFile, start: int, stop: int) -> int:
         """The start of the next running download after `start`, at most `stop`."""
@@ -372,15 +372,8 @@ class Downloader:
             [stop, *(other.start for other in self._of.get(file, ()) if other.start > start)]
         )
 
-    def _start(
-        self,
-        file: CacheFile,
-        start: int,
-        stop: int,
-        keep_used_since: float = math.inf,
-        on_end: Callable[[Download], None] = lambda _: None,
-    ) -> Download:
-        download = Download(file, start, stop, keep_used_since, on_end)
+    def _start(self, download: Download) -> Download:
+        file = download.file
         file.downloads += 1
         self._of.setdefault(file, []).append(download)
         self._cache.pin_again(file)

@@ -80,7 +80,6 @@ class Retention:
         # latest pin and the count of removals, one of which changes with every change of pins.
         self._added = 0
         self._record = -1, -1
-        self._counted: tuple[object, int] = None, 0
 
     def __len__(self) -> int:
         """The number of pins of the bucket."""
@@ -128,18 +127,10 @@ class Retention:
         return found
 
     def _count(self, path: str) -> int:
-        known = path, self._record
-        if self._counted[0] != known:
-            with self._catalog.reading() as db:
-                counts = [
-                    db.execute(
-                        "SELECT count(*) FROM pins WHERE identity = ? AND key >= ? AND key < ?",
-                        (self._identity, *keys),
-                    ).fetchone()[0]
-                    for keys in key_ranges(path)
-                ]
-            self._counted = known, sum(counts)
-        return self._counted[1]
+        query = "SELECT count(*) FROM pins WHERE identity = ? AND key >= ? AND key < ?"
+        with self._catalog.reading() as db:
+            rows = [db.execute(query, (self._identity, *keys)) for keys in key_ranges(path)]
+            return sum(int(row.fetchone()[0]) for row in rows)
 
     def _add(self, pins: list[str]) -> bool:
         with self._catalog.transaction(is_durable=True) as db:

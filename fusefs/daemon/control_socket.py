@@ -7,18 +7,17 @@ as well: the daemon answers only the owner and root.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import logging
 import os
-import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 import trio
 
+from fusefs.keeper.control import Listener
 from fusefs.keeper.exchange import ControlError, parse
 from fusefs.launch.control import Message
 from fusefs.linux import sockets
@@ -37,31 +36,17 @@ async def serve(
     path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
 ) -> None:
     """Answer clients on `path` by `answer`, until cancelled. Calls `started()` when it listens."""
-    with _listening(path) as listening:
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
+    listener = Listener(os.fspath(path))
+    listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener.socket))
+    try:
         async with trio.open_nursery() as nursery:
             serve_client = partial(_serve_client, answer)
-            await nursery.start(trio.serve_listeners, serve_client, [listener])
+            await nursery.start(trio.serve_listeners, serve_client, [listening])
             if task_status is not None:
                 task_status.started()
-
-
-@contextlib.contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-        with sockets.short_name(path) as name:
-            listening.bind(name)
-        made = path.lstat()
-        try:
-            path.chmod(0o600)  # no process can connect before listen()
-            listening.listen()
-            yield listening
-        finally:
-            # The path may belong to the next mount on this mountpoint by now.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.lstat(), made):
-                    path.unlink()
+    finally:
+        listener.remove()
+        listener.socket.close()
 
 
 async def _serve_client(answer: Answer, stream: trio.SocketStream) -> None:

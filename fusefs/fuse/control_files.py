@@ -33,7 +33,7 @@ import trio
 
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import ROOT_ID, Fopen, Opcode
-from fusefs.fuse.read_handlers import Entries, Handler, Payload, ReadHandlers, Result
+from fusefs.fuse.read_handlers import CHANGING, Entries, Handler, Payload, ReadHandlers, Result
 from fusefs.posix.nodes.inode import Attributes
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.posix.types import Caller, NameKind
@@ -88,7 +88,7 @@ class ControlFiles:
             return buffer.data
 
         of_these: dict[int, Handler] = {
-            **dict.fromkeys(_CHANGES, _refuse),
+            **dict.fromkeys({*CHANGING} - {Opcode.COPY_FILE_RANGE}, _refuse),
             **dict.fromkeys((Opcode.FLUSH, Opcode.FSYNC, Opcode.RELEASEDIR), lambda *_: b""),
             Opcode.LOOKUP: lambda _node, body, _: self._entry(_NAMES.get(bytes(body[:-1]))),
             Opcode.FORGET: lambda *_: None,
@@ -264,13 +264,6 @@ class _Text:
             lines = "".join(f"{path}\n" for path in paths)
             message = {"command": "warm list", "list": self._list_name, "lines": lines}
         await self._ask(message | {"offset": offset})
-
-
-_CHANGES = (
-    *(Opcode.CREATE, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK, Opcode.LINK, Opcode.TMPFILE),
-    *(Opcode.UNLINK, Opcode.RMDIR, Opcode.RENAME, Opcode.RENAME2),
-    *(Opcode.SETXATTR, Opcode.REMOVEXATTR, Opcode.FALLOCATE),
-)
 
 
 def _refuse(_nodeid: int, _body: memoryview, _caller: Caller) -> Payload:

@@ -197,12 +197,17 @@ static PyObject *by_number(PyObject *dict, uint64_t number)
     return found;
 }
 
-/* The same as time.monotonic(). */
-static double now_s(void)
+static long long now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* The same as time.monotonic(). */
+static double now_s(void)
+{
+    return 1e-9 * (double)now_ns();
 }
 
 /* The journal */
@@ -495,18 +500,15 @@ static struct opened *find_note(FastPath *self, uint64_t fh)
     return NULL;
 }
 
-/* 1 if a handle of Python's table is for passthrough, and its file is not being written. */
-static int is_passthrough(PyObject *handle)
+/* 1 if the file of a handle of Python's table is not being written. */
+static int is_unwritten(PyObject *handle)
 {
-    long long backing_id;
-    TRY(get_number(handle, s_backing_id, &backing_id));
     PyObject *inode = PyObject_GetAttr(handle, s_inode);
     if (inode == NULL)
         return -1;
-    int is_plain = is_object(inode, s_staged, Py_None);
+    int outcome = is_object(inode, s_staged, Py_None);
     Py_DECREF(inode);
-    TRY(is_plain);
-    return backing_id != 0;
+    return outcome;
 }
 
 static int release(FastPath *self, const struct fuse_in_header *request, const char *body)
@@ -524,8 +526,11 @@ static int release(FastPath *self, const struct fuse_in_header *request, const c
     PyObject *handle = by_number(self->open_files, fh);
     if (handle == NULL)
         return PyErr_Occurred() ? -1 : 0;
+    long long backing_id;
     TRY(self->opened_count < MOST_OPENED);
-    TRY(is_passthrough(handle));
+    TRY(is_unwritten(handle));
+    TRY(get_number(handle, s_backing_id, &backing_id));
+    TRY(backing_id != 0); /* that is, it is for passthrough */
     TRY(open_journal(self));
     PyObject *file = PyObject_GetAttr(handle, s_file);
     if (file == NULL)
@@ -620,16 +625,11 @@ static int read_file(FastPath *self, const struct fuse_in_header *request, const
         return PyErr_Occurred() ? -1 : 0;
     TRY(is_object(handle, s_readahead, Py_None));
     TRY(is_number(handle, s_fetched, 0));
-    PyObject *inode = PyObject_GetAttr(handle, s_inode);
-    if (inode == NULL)
-        return -1;
-    int outcome = is_object(inode, s_staged, Py_None);
-    Py_DECREF(inode);
-    TRY(outcome);
+    TRY(is_unwritten(handle));
     PyObject *file = PyObject_GetAttr(handle, s_file);
     if (file == NULL)
         return -1;
-    outcome = read_whole(self, request, in, file);
+    int outcome = read_whole(self, request, in, file);
     Py_DECREF(file);
     return outcome;
 }
@@ -690,13 +690,6 @@ static void count(FastPath *self, uint32_t opcode, int handled, double began)
 }
 
 /* Python's side */
-
-static long long now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
 
 static ssize_t read_request(FastPath *self)
 {

@@ -24,7 +24,7 @@ from fusefs.posix.types import Answer, Caller, InFile, LookupResult, NameKind, O
 
 FOREVER_S = 1 << 40
 
-_CHANGING = (
+CHANGING = (
     Opcode.SETATTR,
     Opcode.SYMLINK,
     Opcode.MKNOD,
@@ -81,7 +81,7 @@ class ReadHandlers:
             Opcode.LISTXATTR: self._listxattr,
             Opcode.READLINK: self._readlink,
         }
-        self.table.update(dict.fromkeys(_CHANGING, _refuse_change))
+        self.table.update(dict.fromkeys(CHANGING, _refuse_change))
 
     # Names
 

@@ -62,7 +62,11 @@ class PathMeter:
     @property
     def width(self) -> int:
         """The number of parts to download at a time, for all readers together."""
-        return min(self._most, self._width or self._first_width())
+        first = LEAST_WIDTH
+        if self.rate and not self._width:
+            duration_s = self.latency_s + self._part / self.rate
+            first = max(LEAST_WIDTH, round(USUAL_BANDWIDTH * duration_s / self._part))
+        return min(self._most, self._width or first)
 
     @property
     def bandwidth(self) -> float:
@@ -106,12 +110,6 @@ class PathMeter:
         """Update the rate: the `size` bytes after a download's first bytes took `elapsed_s`."""
         rate = size / max(elapsed_s, 1e-6)
         self.rate += (rate - self.rate) * NEWS if self.rate else rate
-
-    def _first_width(self) -> int:
-        if not self.rate:
-            return LEAST_WIDTH
-        duration_s = self.latency_s + self._part / self.rate
-        return max(LEAST_WIDTH, round(USUAL_BANDWIDTH * duration_s / self._part))
 
     def _begin_round(self) -> None:
         self._round_began = self._counted_until = self.clock()
