@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import trio
@@ -44,6 +45,7 @@ class OpenFile(NamedTuple):
     used_at: float = 0.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CacheFile:
     """One file of the cache, on the disk or about to be created. Belongs to the event loop.
 
@@ -59,56 +61,29 @@ class CacheFile:
     seconds since the epoch, `written_at` in seconds of the monotonic clock.
     """
 
-    __slots__ = (
-        "_opening",
-        "ahead_since",
-        "downloads",
-        "fd",
-        "generation",
-        "is_checked",
-        "is_kept",
-        "is_ours",
-        "is_passed_over",
-        "is_retained",
-        "last_use",
-        "name",
-        "pins",
-        "present",
-        "rank",
-        "read",
-        "recorded",
-        "size",
-        "st_ino",
-        "sums",
-        "used_at",
-        "version",
-        "written_at",
-    )
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
-        self.version: ObjectVersion | None = None
-        self.generation = ""
-        self.st_ino = 0
-        self.fd = -1
-        self.pins = 0
-        self.downloads = 0
-        self.present = RangeMap()
-        self.recorded = 0  # bytes of `present` that are in the catalog
-        self.is_kept = True
-        self.is_ours = True
-        self.is_checked = True
-        self.is_passed_over = False
-        self.is_retained = False
-        self.rank: Rank | None = None
-        self.last_use: int | None = None
-        self.ahead_since = 0
-        self.read: RangeMap | None = None
-        self.sums: list[Sum] | None = None
-        self.used_at = 0.0
-        self.written_at = 0.0
-        self._opening: trio.Lock | None = None
+    name: str
+    size: int
+    version: ObjectVersion | None = None
+    generation: str = ""
+    st_ino: int = 0
+    fd: int = -1
+    pins: int = 0
+    downloads: int = 0
+    present: RangeMap = field(default_factory=RangeMap)
+    recorded: int = 0  # bytes of `present` that are in the catalog
+    is_kept: bool = True
+    is_ours: bool = True
+    is_checked: bool = True
+    is_passed_over: bool = False
+    is_retained: bool = False
+    rank: Rank | None = None
+    last_use: int | None = None
+    ahead_since: int = 0
+    read: RangeMap | None = None
+    sums: list[Sum] | None = None
+    used_at: float = 0.0
+    written_at: float = 0.0
+    _opening: trio.Lock | None = None
 
     @classmethod
     def from_row(cls, row: Row) -> CacheFile:
@@ -123,17 +98,12 @@ class CacheFile:
     @classmethod
     def unkept(cls) -> CacheFile:
         """Make a pinned, empty file, for content that the bucket does not have yet."""
-        file = cls("", 0)
-        file.pins = 1
-        return file
+        return cls("", 0, pins=1)
 
     @classmethod
     def dropped(cls, name: str, size: int, st_ino: int) -> CacheFile:
         """Make a file that has left the cache, but which the kernel still reads for a program."""
-        file = cls(name, size)
-        file.st_ino = st_ino
-        file.is_kept = file.is_ours = False
-        return file
+        return cls(name, size, st_ino=st_ino, is_kept=False, is_ours=False)
 
     def row(self) -> Row:
         """Make the file's catalog row, with the checksums that the catalog does not have yet."""

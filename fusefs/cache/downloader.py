@@ -22,6 +22,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -55,6 +56,11 @@ class NotKeptError(Exception):
     """The cache has no room or fails; the caller must read past the cache."""
 
 
+def _ignore(_: Download) -> None:
+    """Do nothing when a download has ended."""
+
+
+@dataclass(slots=True, eq=False)
 class Download:
     """The download of one range [start, stop) of one file.
 
@@ -64,46 +70,24 @@ class Download:
     only files of less value than one fetched ahead may go). `on_end` is called when it has ended.
     """
 
-    __slots__ = (
-        "_on_end",
-        "_waiters",
-        "cancel_scope",
-        "demanded",
-        "error",
-        "file",
-        "is_done",
-        "keep_used_since",
-        "position",
-        "since",
-        "start",
-        "stop",
-        "waited_to",
-        "wanted",
-        "work",
-    )
+    file: CacheFile
+    start: int
+    stop: int
+    keep_used_since: float = math.inf
+    on_end: Callable[[Download], None] = _ignore
+    position: int = field(init=False)
+    waited_to: int = field(init=False)
+    since: float = field(default_factory=time.monotonic)
+    demanded: int = 0
+    wanted: int = 0
+    is_done: bool = False
+    work: Work = field(default_factory=Work)
+    error: Exception | None = None
+    cancel_scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    _waiters: list[tuple[int, trio.Event]] = field(default_factory=list)
 
-    def __init__(
-        self,
-        file: CacheFile,
-        start: int,
-        stop: int,
-        keep_used_since: float = math.inf,
-        on_end: Callable[[Download], None] = lambda _: None,
-    ) -> None:
-        self.file = file
-        self.start = start
-        self.stop = stop
-        self.position = self.waited_to = start
-        self.since = time.monotonic()
-        self.keep_used_since = keep_used_since
-        self._on_end = on_end
-        self.demanded = 0
-        self.wanted = 0
-        self.is_done = False
-        self.work = Work()
-        self.error: Exception | None = None
-        self.cancel_scope = trio.CancelScope()
-        self._waiters: list[tuple[int, trio.Event]] = []
+    def __post_init__(self) -> None:
+        self.position = self.waited_to = self.start
 
     def advance(self, position: int) -> None:
         """Record that all bytes before `position` are in the file; wake their readers."""
@@ -121,7 +105,7 @@ class Download:
         for _, event in self._waiters:
             event.set()
         self._waiters = []
-        self._on_end(self)
+        self.on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
         """Count a reader's wait for [start, stop); return how many bytes had no wait before."""
@@ -310,7 +294,7 @@ class Downloader:
         file: CacheFile,
         start: int,
         stop: int,
-        on_end: Callable[[Download], None] = lambda _: None,
+        on_end: Callable[[Download], None] = _ignore,
     ) -> list[Download]:
         """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
 

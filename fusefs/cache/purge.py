@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from fusefs.cache.disk import IN_USE, STATE
@@ -33,15 +32,16 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 def find_obstacles(directory: Path) -> dict[str, object]:
     """Find the obstacles to removing a cache directory, for `look`; raises OSError. Blocks."""
     is_used, leftovers = False, 0
-    for staging in _directories(directory / STATE, "staging"):
-        is_used = is_used or _is_locked(staging, _FLAGS)
-        leftovers += sum(map(_has_changes, _listed(staging)))
     for part in _listed(directory):
         # Read-only mounts have no staging directory.
         if part.is_dir() and not part.is_symlink() and (part / IN_USE).is_file():
             is_used = is_used or _is_locked(part / IN_USE, os.O_RDONLY | _NO_LINK)
     for mount in _listed(directory / STATE):
         leftovers += sum(path.suffix == ".json" for path in _listed(mount / "renames"))
+        for staging in _listed(mount / "staging"):
+            if staging.is_dir() and not staging.is_symlink():
+                is_used = is_used or _is_locked(staging, _FLAGS)
+                leftovers += sum(map(_has_changes, _listed(staging)))
     return {"is_used": is_used, "leftovers": leftovers}
 
 
@@ -85,14 +85,6 @@ def _empty(directory: int, device: int, depth: int) -> None:
         finally:
             os.close(fd)
         os.rmdir(name, dir_fd=directory)
-
-
-def _directories(state: Path, name: str) -> Iterator[Path]:
-    """Yield the subdirectories of the directory `name` of each mount."""
-    for mount in _listed(state):
-        for path in _listed(mount / name):
-            if path.is_dir() and not path.is_symlink():
-                yield path
 
 
 def _listed(directory: Path) -> list[Path]:

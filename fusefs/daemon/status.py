@@ -68,12 +68,10 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
         case {"command": "unpin", "path": str(path), "start": bool(is_first)}:
             _check(path)
             return daemon.local_copies.unpinning(path, is_new=is_first).describe()
-        case {"command": "path status", "path": str(path), "start": bool(is_first)}:
+        case {"command": "path status" | "drop" as name, "path": str(path), "start": bool(is_new)}:
             _check(path)
-            return daemon.local_copies.job(path, is_new=is_first).describe()
-        case {"command": "drop", "path": str(path), "start": bool(is_first)}:
-            _check(path)
-            return daemon.local_copies.job(path, is_new=is_first, drops=True).describe()
+            drops = name == "drop"
+            return daemon.local_copies.job(path, is_new=is_new, drops=drops).describe()
         case {"command": "give up", "path": str(path)}:
             return _give_up(daemon, path)
     raise ControlError("no such command")

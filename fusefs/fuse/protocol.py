@@ -19,7 +19,7 @@ import struct
 class Layout:
     """One struct of the protocol; `description` is a list of `name:format` words."""
 
-    __slots__ = ("fields", "name", "pack", "pack_into", "size", "unpack_from")
+    __slots__ = ("fields", "name", "pack", "size", "unpack_from")
 
     def __init__(self, name: str, description: str) -> None:
         self.name = name
@@ -27,7 +27,6 @@ class Layout:
         packed = struct.Struct("=" + "".join(code for _, code in self.fields))
         self.size = packed.size
         self.pack = packed.pack
-        self.pack_into = packed.pack_into
         self.unpack_from = packed.unpack_from
 
     def offsets(self) -> dict[str, int]:

@@ -521,7 +521,6 @@ def describe(
         "in_flight": state.in_flight,
         "mountpoint": configuration.mountpoint,
         "connection": state.connection,
-        "is_privileged": configuration.is_privileged,
     }
 
 

@@ -69,7 +69,6 @@ class Walk:
     # The next entries with their paths and the objects found for them.
     next: deque[tuple[int, str, ObjectInfo | None]] = field(default_factory=deque)
     lacks_room: bool = False
-    opens: int = 0
     in_time: int = 0
     late: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LATE_FOR, 0))
     missing: int = 0
@@ -148,7 +147,6 @@ class Prefetcher:
     def opened(self, plan: Plan, *, is_late: bool) -> str:
         """Note the open of a planned file; return "in_time" or the reason why it `is_late`."""
         walk = self._walks[plan]
-        walk.opens += 1
         walk.times.append(time.monotonic())
         outcome = "in_time"
         if is_late:
@@ -379,7 +377,7 @@ class Prefetcher:
             "ahead_files": len(sizes),
             "ahead_bytes": sum(sizes),
             "ahead_s": len(sizes) / pace if pace else None,
-            "opens": walk.opens,
+            "opens": walk.in_time + sum(walk.late.values()),
             "in_time": walk.in_time,
             "late": dict(walk.late),
             "late_since": walk.late_since,

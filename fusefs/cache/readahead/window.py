@@ -15,6 +15,7 @@ stretches, like a sample or an index, a quarter of its bytes must have arrived, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import trio
 
@@ -40,6 +41,7 @@ PRESENT_SHARE = 0.25
 LONG = 1 << 20
 
 
+@dataclass(slots=True, eq=False)
 class Readahead:
     """The readahead of one open file. Belongs to the event loop.
 
@@ -47,30 +49,18 @@ class Readahead:
     number of bytes by which its window reaches past the end.
     """
 
-    __slots__ = (
-        "_has_several",
-        "_read_bytes",
-        "_scattered",
-        "_stretches",
-        "_windows",
-        "downloader",
-        "file",
-        "go_on",
-    )
+    downloader: Downloader
+    file: CacheFile
+    go_on: Callable[[int], None] = lambda _size: None
+    _windows: list[Window] = field(init=False)  # the last used first
+    _scattered: RandomReads = field(init=False)
+    _has_several: bool = False
+    _stretches: int = 1
+    _read_bytes: int = 0
 
-    def __init__(
-        self,
-        downloader: Downloader,
-        file: CacheFile,
-        go_on: Callable[[int], None] = lambda _size: None,
-    ) -> None:
-        self.downloader = downloader
-        self.file = file
-        self.go_on = go_on
-        self._windows = [Window(self, 0)]  # the last used first
-        self._has_several = False
-        self._stretches, self._read_bytes = 1, 0
-        self._scattered = RandomReads(downloader, file)
+    def __post_init__(self) -> None:
+        self._windows = [Window(self, 0)]
+        self._scattered = RandomReads(self.downloader, self.file)
 
     def reads(self, start: int, stop: int) -> None:
         """Note a read of [start, stop) and start downloads of the next bytes. Does not wait."""
