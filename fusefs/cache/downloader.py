@@ -169,7 +169,6 @@ class Downloader:
         self._cache = evictor.cache
         self._evictor = evictor
         self.nursery = nursery
-        self._running: set[Download] = set()
         self.demand = Demand()
         # True if a successful download proves that the version is current in the bucket.
         self.proves_versions = on_fetched is None
@@ -182,7 +181,7 @@ class Downloader:
     @property
     def under_way(self) -> int:
         """The number of downloads under way."""
-        return len(self._running)
+        return sum(map(len, self._of.values()))
 
     @property
     def room(self) -> int:
@@ -203,19 +202,20 @@ class Downloader:
         if not self._cache.is_new(file) and not await self._cache.ensure_open(file):
             raise NotKeptError
         while (missing := file.present.first_missing(start, stop)) is not None:
-            download = self.find(file, missing[0]) or self._demand(file, *missing)
+            running = self.find(file, missing[0])
+            download = running or self._demand(file, *missing)
             until = min(stop, download.stop)
             self.waited_bytes += download.note_wait(missing[0], until)
-            await self._wait(download, until)
+            await self._wait(download, until, is_new=running is None)
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
 
-    async def _wait(self, download: Download, position: int) -> None:
+    async def _wait(self, download: Download, position: int, *, is_new: bool) -> None:
         """Wait with the priority of a reader until the bytes before `position` have arrived."""
         download.demanded += 1
         if download.demanded == 1:
             self.demand.change(1)
-            if download in self._running:
+            if not is_new:
                 self._source.hurry()  # it may wait for a connection with a lower priority
         download.work.wait(1)
         is_cancelled = True
@@ -340,7 +340,7 @@ class Downloader:
 
     def describe(self) -> list[str]:
         """Describe each running download in one line."""
-        return [download.describe() for download in self._running]
+        return [download.describe() for running in self._of.values() for download in running]
 
     def _demand(self, file: CacheFile, start: int, stop: int) -> Download:
         """Start the download that a reader waits for, extended to a minimum size."""
@@ -367,14 +367,12 @@ class Downloader:
     async def _run(self, download: Download) -> None:
         """Run a download to its end; never raises its error, which its waiters raise."""
         file = download.file
-        self._running.add(download)
         error: Exception | None = NotKeptError()
         download.work.begin()
         try:
             with download.cancel_scope:
                 error = await self._bring(download)
         finally:
-            self._running.discard(download)
             file.downloads -= 1
             self._of[file].remove(download)
             if not file.downloads:
