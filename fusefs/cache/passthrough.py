@@ -117,7 +117,8 @@ class PassthroughFiles:
 
         Returns the errnos of those that the kernel refuses; their next opens try again.
         """
-        new = [file for file in files if file not in self.ids and file not in self._registering]
+        unique = dict.fromkeys(files)
+        new = [file for file in unique if file not in self.ids and file not in self._registering]
         if not new or not self.is_on:
             return []
         event = trio.Event()

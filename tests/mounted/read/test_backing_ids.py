@@ -100,7 +100,7 @@ async def test_an_open_waits_for_the_backing_id_that_is_on_its_way() -> None:
         got.append(await ids.register(file))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ids.register_all, files)
+        nursery.start_soon(ids.register_all, [*files, files[0]])
         await wait_all_tasks_blocked()
         for file in files:
             nursery.start_soon(register, file)
