@@ -271,16 +271,14 @@ class Opener(MountPart):
         self, inode: Inode, file: CacheFile, backing_id: int, flags: int, caller: Caller
     ) -> OpenResult:
         self._note_passthrough(file)
-        version = _version(inode, file)
+        version = file.version or inode.object.version  # a rename may have changed its key
         handle = self._handles.open_file(inode, version, file, backing_id, flags, caller.unique)
         return OpenResult(handle.fh, True, backing_id)
 
     def _note_passthrough(self, file: CacheFile) -> None:
         self._cache.pin_again(file)
         self._cache.opened(file)
-        size = file.size
-        fetched = file.first_read(0, size)
-        self._counters.passthrough(size, fetched)
+        self._counters.passthrough(file.size, file.first_read(0, file.size))
 
     def was_opened(
         self,
@@ -301,7 +299,7 @@ class Opener(MountPart):
         if is_closed:
             self._cache.unpin(file)
         else:
-            version = _version(inode, file)
+            version = file.version or inode.object.version
             handle = FileHandle(fh, inode, version, file, backing_id, flags, unique)
             self._handles.add_file(handle)
 
@@ -356,11 +354,6 @@ class Opener(MountPart):
 
 def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
     return isinstance(entry, ObjectInfo) and entry.version == version
-
-
-def _version(inode: Inode, file: CacheFile) -> ObjectVersion:
-    """The version that a handle of a whole file reads; a rename may have changed its key."""
-    return file.version or inode.object.version
 
 
 class Redirects:
