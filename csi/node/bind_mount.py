@@ -24,7 +24,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount
+from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, system_call, umount
 from fusefs.linux.mountinfo import KernelMount, kernel_mounts
 
 # The new mount interface has the same numbers on every architecture but alpha.
@@ -47,8 +47,6 @@ _IDS = 2**32 - 1
 
 # Each loss of a daemon may add a mount on the same path; there are no other reasons.
 MOST_STACKED = 1000
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _MountAttributes(ctypes.Structure):
@@ -100,7 +98,7 @@ def bind(
     Raises:
         OSError: a system call failed; nothing was mounted.
     """
-    tree = _syscall(
+    tree = system_call(
         _SYS_OPEN_TREE,
         _AT_FDCWD,
         os.fsencode(source),
@@ -113,7 +111,7 @@ def bind(
         if swapped is not None:
             with _swapping_namespace(*swapped) as namespace:
                 _set_attributes(tree, _MountAttributes(_MOUNT_ATTR_IDMAP, 0, 0, namespace))
-        _syscall(
+        system_call(
             _SYS_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
         )
     finally:
@@ -196,13 +194,4 @@ def remove_directory(path: Path) -> None:
 
 def _set_attributes(tree: int, attributes: _MountAttributes) -> None:
     size = ctypes.sizeof(attributes)
-    _syscall(_SYS_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
-
-
-def _syscall(number: int, *arguments: object) -> int:
-    # Without a prototype ctypes passes an int as 32 bits, so each is widened.
-    widened = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    result = int(_libc.syscall(ctypes.c_long(number), *widened))
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
+    system_call(_SYS_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)

@@ -15,8 +15,6 @@ CAP_SYS_ADMIN = 21
 _CAPABILITY_VERSION_3 = 0x20080522
 _PR_SET_NO_NEW_PRIVS = 38
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class _Header(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
@@ -43,14 +41,14 @@ def lower_privileges(uid: int, gid: int) -> None:
 
     The permitted set stays as it is, so that `raise_privileges` can undo this.
     """
-    _libc.setfsgid(gid)
-    _libc.setfsuid(uid)
+    libc.c_library.setfsgid(gid)
+    libc.c_library.setfsuid(uid)
     _set(lambda permitted: permitted & (1 << CAP_SYS_ADMIN), is_for_good=False)
 
 
 def raise_privileges() -> None:
-    _libc.setfsuid(os.geteuid())
-    _libc.setfsgid(os.getegid())
+    libc.c_library.setfsuid(os.geteuid())
+    libc.c_library.setfsgid(os.getegid())
     _set(lambda permitted: permitted, is_for_good=False)
 
 
@@ -58,11 +56,11 @@ def _set(choose: Callable[[int], int], *, is_for_good: bool) -> None:
     """Set the effective set to `choose(permitted)`; if `is_for_good`, the permitted set too."""
     header = _Header(_CAPABILITY_VERSION_3, 0)
     sets = (_Capabilities * 2)()
-    libc.check(_libc.capget(ctypes.byref(header), sets), "capget")
+    libc.check(libc.c_library.capget(ctypes.byref(header), sets), "capget")
     chosen = choose(sets[0].permitted | sets[1].permitted << 32)
     for half, bits in zip(sets, (chosen & 0xFFFFFFFF, chosen >> 32), strict=True):
         half.effective = bits
         if is_for_good:
             half.permitted = bits
             half.inheritable = 0
-    libc.check(_libc.capset(ctypes.byref(header), sets), "capset")
+    libc.check(libc.c_library.capset(ctypes.byref(header), sets), "capset")

@@ -9,10 +9,11 @@ a detached mount (fsopen, fsmount; Linux 5.2), which no namespace shows.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import stat
+
+from fusefs.linux import libc
 
 _FUSE_DEVICE = os.makedev(10, 229)  # as in Documentation/admin-guide/devices.txt
 FUSECTL = "/sys/fs/fuse/connections"
@@ -24,8 +25,6 @@ _SYS_FSCONFIG = 431
 _SYS_FSMOUNT = 432
 _CLOEXEC = 1
 _FSCONFIG_CMD_CREATE = 6
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_device(status: os.stat_result) -> bool:
@@ -44,10 +43,10 @@ def abort(connection: int) -> None:
         _write_one(f"{FUSECTL}/{connection}/abort", None)
         return
     except FileNotFoundError:
-        context = _syscall(_SYS_FSOPEN, b"fusectl", _CLOEXEC)
+        context = libc.system_call(_SYS_FSOPEN, b"fusectl", _CLOEXEC)
     try:
-        _syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
-        root = _syscall(_SYS_FSMOUNT, context, _CLOEXEC, 0)
+        libc.system_call(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        root = libc.system_call(_SYS_FSMOUNT, context, _CLOEXEC, 0)
     finally:
         os.close(context)
     try:
@@ -104,13 +103,3 @@ def _write_one(path: str, directory: int | None) -> None:
         os.write(fd, b"1")
     finally:
         os.close(fd)
-
-
-def _syscall(number: int, *arguments: bytes | int | None) -> int:
-    # Without a prototype ctypes passes an int as 32 bits, so each is widened.
-    widened = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    result = int(_libc.syscall(ctypes.c_long(number), *widened))
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return result

@@ -9,7 +9,7 @@ TYPE_CHECKING = False  # the keeper imports this module, which therefore imports
 if TYPE_CHECKING:
     import mmap
 
-_libc = ctypes.CDLL(None, use_errno=True)
+c_library = ctypes.CDLL(None, use_errno=True)
 
 MS_RDONLY = 1
 MS_NOSUID = 2
@@ -29,7 +29,7 @@ ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
     """Call mount(2); raises OSError with the kernel's errno."""
     check(
-        _libc.mount(
+        c_library.mount(
             source.encode(),
             os.fsencode(target),
             kind.encode(),
@@ -42,7 +42,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 def umount(target: str, flags: int) -> None:
     """Call umount2(2); raises OSError with the kernel's errno."""
-    check(_libc.umount2(os.fsencode(target), flags), target)
+    check(c_library.umount2(os.fsencode(target), flags), target)
 
 
 def lock_memory(memory: mmap.mmap) -> None:
@@ -50,7 +50,7 @@ def lock_memory(memory: mmap.mmap) -> None:
     for at in range(0, len(memory), _PAGE_SIZE):
         memory[at] = 0
     start = ctypes.c_char.from_buffer(memory)
-    check(_libc.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))), "mlock")
+    check(c_library.mlock(ctypes.byref(start), ctypes.c_size_t(len(memory))), "mlock")
 
 
 def allocate(fd: int, mode: int, offset: int, length: int) -> None:
@@ -60,7 +60,7 @@ def allocate(fd: int, mode: int, offset: int, length: int) -> None:
         OSError: EOPNOTSUPP or EINVAL, the file system can't; ENOSPC, the disk is full.
     """
     arguments = (ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(length))
-    check(_libc.fallocate64(fd, *arguments), "fallocate")
+    check(c_library.fallocate64(fd, *arguments), "fallocate")
 
 
 def forbid_inspection() -> None:
@@ -71,7 +71,17 @@ def forbid_inspection() -> None:
 def set_process_option(option: int, *values: int) -> None:
     """Call prctl(2) with up to four values, the others 0; raises OSError with its errno."""
     four = (*values, 0, 0, 0, 0)[:4]
-    check(_libc.prctl(option, *(ctypes.c_ulong(value) for value in four)), "prctl")
+    check(c_library.prctl(option, *(ctypes.c_ulong(value) for value in four)), "prctl")
+
+
+def system_call(number: int, *arguments: object) -> int:
+    """Call a system call that the C library may lack; return its result, or raise OSError."""
+    # Without a prototype ctypes passes an int as 32 bits, so each is widened.
+    widened = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    result = int(c_library.syscall(ctypes.c_long(number), *widened))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
 
 
 def check(result: int, target: str) -> None:
