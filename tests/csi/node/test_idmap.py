@@ -42,11 +42,11 @@ def user_namespace() -> Iterator[int]:
 def bind_mapped(source: Path, target: Path, namespace: int) -> None:
     """Bind a mount with its ids mapped into a user namespace."""
     attributes = bind_mount._MountAttributes(MOUNT_ATTR_IDMAP, 0, 0, namespace)
-    tree = bind_mount._syscall(428, -100, os.fsencode(source), 1 | os.O_CLOEXEC)
+    tree = libc.system_call(428, -100, os.fsencode(source), 1 | os.O_CLOEXEC)
     try:
         size = ctypes.sizeof(attributes)
-        bind_mount._syscall(442, tree, b"", 0x1000, ctypes.byref(attributes), size)
-        bind_mount._syscall(429, tree, b"", -100, os.fsencode(target), 4)
+        libc.system_call(442, tree, b"", 0x1000, ctypes.byref(attributes), size)
+        libc.system_call(429, tree, b"", -100, os.fsencode(target), 4)
     finally:
         os.close(tree)
 
