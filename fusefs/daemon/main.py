@@ -50,7 +50,7 @@ from fusefs.fuse.session import Session, UnsupportedKernelError
 from fusefs.keeper.client import KeeperError
 from fusefs.launch import registry
 from fusefs.launch.control import ControlError, Message
-from fusefs.linux import mount, mountinfo
+from fusefs.linux import fuse_connection, mount, mountinfo
 from fusefs.linux.mount import MountError
 from fusefs.linux.unmount import UnmountError, umount_path
 from fusefs.planning.plans import Plans
@@ -383,7 +383,7 @@ class Daemon:
 
     def _is_gone(self) -> bool:
         if self._takeover is not None:
-            return self._takeover.is_disconnected
+            return fuse_connection.is_disconnected(self._takeover.fd)
         return mountinfo.find_mount(self.settings.mountpoint) is None
 
     def _watch_rights(self, nursery: trio.Nursery) -> None:
@@ -437,7 +437,15 @@ class Daemon:
             ids_are_inos=ids_are_inos,
             most=self._budget.names,
         )
-        self.directories = self._make_directories(inodes)
+        changed = None if settings.read_only else self.cache.directory / "changed"
+        self.directories = Directories(
+            self.watched or self.store,
+            inodes,
+            settings.metadata_ttl,
+            self._nursery,
+            HeadPolicy(changed, is_read_only=settings.read_only),
+            self._budget.entries,
+        )
         state = MountState(
             store=self.watched or self.store,
             directories=self.directories,
@@ -460,18 +468,6 @@ class Daemon:
         self.plans = Plans(state_directory(settings) / "plans", prefix, self.cache, prefetcher)
         self.name_pruner = NamePruner(inodes, notifier.prune_names)
         return self.operations
-
-    def _make_directories(self, inodes: InodeTable) -> Directories:
-        settings = self.settings
-        changed = None if settings.read_only else self.cache.directory / "changed"
-        return Directories(
-            self.watched or self.store,
-            inodes,
-            settings.metadata_ttl,
-            self._nursery,
-            HeadPolicy(changed, is_read_only=settings.read_only),
-            self._budget.entries,
-        )
 
     def _writing(self, mounted_ns: int) -> Writing:
         settings, identity = self.settings, self._identity
@@ -531,7 +527,11 @@ class Daemon:
                     handles = operations.handles.files.values()
                     opened = [(handle.file, handle.backing_id) for handle in handles]
                     passthrough.take_over(registered, opened, whole)
-                self._adopt(session, takeover, state.init_out)
+                try:
+                    is_all_answered = takeover.taken.is_all_answered
+                    session.adopt(state.init_out, is_all_answered=is_all_answered)
+                except UnsupportedKernelError as error:
+                    raise TakeoverError(str(error)) from error
             if passthrough is not None:
                 await passthrough.turn_on(session.has_passthrough, self.cache.directory)
             nursery.start_soon(self._leave_when_quiesced, takeover, session)
@@ -549,13 +549,6 @@ class Daemon:
                 raise OSError(errno.EINVAL, str(error)) from None
 
         return ControlFiles(ask, lambda: operations.attributes(operations.inodes.root))
-
-    def _adopt(self, session: Session, takeover: Takeover, init_out: bytes) -> None:
-        """Continue the last daemon's session with the kernel; may raise TakeoverError."""
-        try:
-            session.adopt(init_out, is_all_answered=takeover.is_all_answered)
-        except UnsupportedKernelError as error:
-            raise TakeoverError(str(error)) from error
 
     def _backing_files(self) -> PassthroughFiles:
         takeover = self._takeover

@@ -105,11 +105,6 @@ class Takeover:
         return self._task == FRESH
 
     @property
-    def is_all_answered(self) -> bool:
-        """True if there was no last daemon, or it left no request unanswered."""
-        return self.taken is None or self.taken.is_all_answered
-
-    @property
     def checks_first(self) -> bool:
         """True if checks come before serving: for a new mount and in an upgrade."""
         return self._task in (FRESH, PREPARE)
@@ -204,10 +199,6 @@ class Takeover:
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
         """Return the fate of process `pid` of `namespace`; with `ino` HOLDS etc. (callers.py)."""
         return await self.keeper.look_at_process(pid, ino)
-
-    @property
-    def is_disconnected(self) -> bool:
-        return fuse_connection.is_disconnected(self.fd)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
         """Tick until the keeper is gone. A supervisor's new keeper gets `files`, and then ticks."""
