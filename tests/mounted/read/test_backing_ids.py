@@ -11,6 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from fusefs.cache import file_cache
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.passthrough import MOST_AT_ONCE, PassthroughFiles
 from tests.support.local_cache import CHUNK, cache_in, version
@@ -122,7 +123,10 @@ async def test_a_file_that_the_kernel_refuses_ahead_is_registered_by_its_open() 
     assert await ids.register(file) in registrar.given
 
 
-async def test_files_that_are_fetched_ahead_are_registered_together(tmp_path: Path) -> None:
+async def test_files_that_are_fetched_ahead_are_registered_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_cache, "GATHER_S", 1.0)
     registrar = CountingRegistrar()
     ids = PassthroughFiles(registrar)
     ids.is_on = True
