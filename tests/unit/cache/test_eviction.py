@@ -322,7 +322,7 @@ async def test_what_is_kept_open_for_a_first_open_is_evicted_for_a_later_job(
         for key in ("a", "b"):
             ahead = parts.cache.pin(version(key, MIB))
             await parts.downloader.wait_for(ahead, 0, MIB)
-            parts.cache.keep_open(ahead)
+            parts.cache.keep_open(ahead, parts.downloader.nursery)
             parts.cache.unpin(ahead)
         assert await parts.evictor.reserve(2 * MIB, keep_used_since=steady_time())
 
