@@ -251,6 +251,33 @@ def _figures(space: Namespace, names: list[str]) -> str:
     return f"{rounds:.0f} rounds, 0 errors, longest pause {longest:.1f} s"
 
 
+def two_groups_of_a_claim(cluster: Cluster) -> str:
+    """Pods of two fsGroups on one node share a mount; each sees its own group, and no old file."""
+    node, both = cluster.nodes[0], (2000, 3000)
+    with Namespace(cluster, "groups", "restricted") as space:
+        plain = partial(pod, cluster.image, node=node.name)
+        space.apply(claim("c"))
+        for group in both:
+            context = {**RESTRICTED, "runAsUser": group}
+            name = f"group-{group}"
+            space.ready(plain(name, WAIT, by_claim("c"), context=context, group=group))
+        count = "grep -c ' /var/lib/kubelet/plugins/.* fuse' /proc/self/mountinfo"
+        until(partial(_says, node, count, "1"), "the node has one mount")
+
+        def of(group: int, script: str) -> list[str]:
+            return space.kubectl("exec", f"group-{group}", "--", "sh", "-c", script).split()
+
+        for one, other in (both, both[::-1]):
+            of(one, f"umask 007; echo {one} > /v/f")
+            seen = of(other, f"cat /v/f; echo {other} >> /v/f; stat -c %g /v /v/f")
+            assert seen == [f"{one}", f"{other}", f"{other}"], seen
+            assert of(one, "cat /v/f; chmod 600 /v/f") == [f"{one}", f"{other}"]
+            of(other, "! echo x 2>/dev/null >> /v/f")
+            of(one, "rm /v/f")
+            assert of(other, "ls /v") == []
+    return "one mount"
+
+
 def a_secret_is_renewed(cluster: Cluster) -> str:
     """The keys of running mounts change, and the daemons are given the new ones."""
     with _UnderLoad(cluster, "secret") as (space, names):
@@ -432,5 +459,11 @@ ANYWHERE = (
     roll_outs,
     deletions,
 )
-ON_NODES = (network_policies, a_secret_is_renewed, tokens_of_pods, every_container_is_killed)
+ON_NODES = (
+    network_policies,
+    two_groups_of_a_claim,
+    a_secret_is_renewed,
+    tokens_of_pods,
+    every_container_is_killed,
+)
 WITH_RESTART = (a_node_is_rebooted, a_node_disappears)
