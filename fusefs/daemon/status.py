@@ -190,7 +190,7 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
         return None
     return {
         "durability": daemon.settings.durability.shown(),
-        "renames": mutations.changes.describe_renames(),
+        "renames": mutations.changes.renames.describe(),
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
         "staged_strays": len(writer.staging.strays()),
@@ -224,7 +224,7 @@ def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
     """Like `pending`, with renames of directories. The first request starts all of them at once."""
     if is_first:
         mutations.writer.backlog.hurry(key)
-    renames = mutations.changes.pending_renames(key, hurry=is_first)
+    renames = mutations.changes.renames.pending(key, hurry=is_first)
     answer = pending(mutations.writer, key)
     answer["pending"] = renames + answer["pending"]
     answer["under_way"] += sum(rename["error"] is None for rename in renames)

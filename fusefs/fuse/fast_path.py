@@ -158,7 +158,7 @@ class FastPathReader:
             if inode is None:
                 operations.release(fh, is_logged=True)
             else:
-                operations.was_opened(
+                operations.opener.was_opened(
                     inode, file, fh, backing_id, flags, unique, is_closed=bool(is_closed)
                 )
         if lost:

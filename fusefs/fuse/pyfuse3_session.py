@@ -124,7 +124,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def forget(self, forgotten: Sequence[tuple[int, int]]) -> None:
         for nodeid, nlookup in forgotten:
-            self._operations.forget(nodeid, nlookup)
+            self._operations.inodes.forget(nodeid, nlookup)
 
     async def getattr(
         self, nodeid: int, context: pyfuse3.RequestContext
@@ -283,7 +283,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def removexattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._request(Opcode.REMOVEXATTR, nodeid, context.pid):
-            await self._mutations.removexattr(nodeid, name, _caller(context))
+            await self._mutations.setxattr(nodeid, name, None, 0, _caller(context))
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         with self._request(Opcode.WRITE, self._opened(fh)):

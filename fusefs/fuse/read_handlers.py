@@ -140,14 +140,14 @@ class ReadHandlers:
         return packed
 
     def _forget(self, nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        self._operations.forget(nodeid, protocol.FORGET_IN.unpack_from(body)[0])
+        self._operations.inodes.forget(nodeid, protocol.FORGET_IN.unpack_from(body)[0])
         return None
 
     def _batch_forget(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
         count, _ = protocol.BATCH_FORGET_IN.unpack_from(body)
         for index in range(count):
             at = protocol.BATCH_FORGET_IN.size + index * protocol.FORGET_ONE.size
-            self._operations.forget(*protocol.FORGET_ONE.unpack_from(body, at))
+            self._operations.inodes.forget(*protocol.FORGET_ONE.unpack_from(body, at))
         return None
 
     def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:

@@ -145,7 +145,7 @@ class WriteHandlers:
         return _done(self._mutations.setxattr(nodeid, name, rest[:size], flags, caller))
 
     def _removexattr(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        return _done(self._mutations.removexattr(nodeid, bytes(body[:-1]), caller))
+        return _done(self._mutations.setxattr(nodeid, bytes(body[:-1]), None, 0, caller))
 
     # Contents
 

@@ -1,11 +1,10 @@
 """The file system: one method per request, in the order in which programs make them.
 
-A method returns its answer, or a coroutine if it has to wait; the session
-(fuse/session.py, fuse/pyfuse3_session.py) tells the two apart and packs the
-answers. A request that memory or the page cache can answer is answered at once, so
-most requests cost no task and no switch. Errors are OSErrors whose errno is the
-answer. posix/read/open.py decides opens, posix/read/read.py answers reads, and
-posix/read/readdir.py reads directories.
+A method returns its answer, or a coroutine if it has to wait; the session (fuse/session.py,
+fuse/pyfuse3_session.py) tells the two apart and packs the answers. A request that memory or the
+page cache can answer is answered at once, so most requests cost no task and no switch. Errors are
+OSErrors whose errno is the answer. posix/read/open.py decides opens, posix/read/read.py answers
+reads, and posix/read/readdir.py reads directories.
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ class Operations:
         )
         self._streams = DirectoryStreams(state, self.head_cache)
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache, state.endpoint)
-        self._opener = Opener(state, writer)
-        # Called by compiled code, which puts its opens on record before it reports them here.
-        self.was_opened = self._opener.was_opened
+        self.opener = Opener(state, writer)
         self._reader = Reader(state, writer.editor if writer is not None else None)
         # None on a read-only mount.
         self.mutations: Mutations | None = None
@@ -134,7 +131,7 @@ class Operations:
         prefix = self.inodes.key(parent)
         if text is None or not names.is_expressible(text) or names.is_private(prefix, text):
             return LookupResult(None, 0.0)
-        was_sent = self._opener.redirects.looked_up(parent_id, text, caller.program)
+        was_sent = self.opener.redirects.looked_up(parent_id, text, caller.program)
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
         if known is None:
@@ -168,12 +165,12 @@ class Operations:
         began = time.monotonic()
         while True:
             entry, expires = await self._directories.lookup(directory, name)
-            if not isinstance(entry, Absent) and self._is_of(directory, parent):
+            if not isinstance(entry, Absent) and self.inodes.key(parent) == directory.prefix:
                 inode = self.inodes.resolve(parent, name, entry)
                 await self.head_cache.show(inode)
-                if not inode.is_current and self._is_of(directory, parent):
+                if not inode.is_current and self.inodes.key(parent) == directory.prefix:
                     continue  # the inode was a link shown as a file, or another version
-            if self._is_of(directory, parent):
+            if self.inodes.key(parent) == directory.prefix:
                 break
             # The directory was renamed meanwhile, so the listed files have other keys now.
             directory = self._directories.get(self.inodes.key(parent))
@@ -183,18 +180,11 @@ class Operations:
         inode = self.inodes.resolve(parent, name, entry)
         return self._found(inode, expires, was_asked=was_sent or expires >= began)
 
-    def _is_of(self, directory: Directory, inode: Inode) -> bool:
-        """True if `directory` has the inode's present prefix: it was not renamed meanwhile."""
-        return self.inodes.key(inode) == directory.prefix
-
     def _found(
         self, inode: Inode, expires: float, has_attributes: bool = True, *, was_asked: bool
     ) -> LookupResult:
         self.inodes.count(inode, expires, was_asked=was_asked)
         return LookupResult(inode, max(0.0, expires - time.monotonic()), has_attributes)
-
-    def forget(self, nodeid: int, nlookup: int) -> None:
-        self.inodes.forget(nodeid, nlookup)
 
     def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
         """The inode whose attributes are to be shown, and for how many seconds they are valid."""
@@ -225,13 +215,13 @@ class Operations:
                 is_direct = may_write and bool(backing_id)
                 return OpenResult(known, False, backing_id, may_write, is_direct=is_direct)
             if not inode.is_current:
-                self._opener.redirect(inode, caller)
+                self.opener.redirect(inode, caller)
             if self.head_cache.lacks(inode):
                 return waiting(self._open_learned(self.writer, inode, flags, caller))
             if not self.writer.sharing.is_ready(inode):
                 return waiting(self._open_registered(self.writer, inode, flags, caller))
             return self.writer.open(inode, flags, caller)
-        return self._opener.open(inode, flags, caller)
+        return self.opener.open(inode, flags, caller)
 
     async def _open_learned(
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
@@ -240,7 +230,7 @@ class Operations:
         was_current = inode.is_current
         await self.head_cache.learn(inode)
         if was_current and not inode.is_current:
-            self._opener.redirect(inode, caller)
+            self.opener.redirect(inode, caller)
         answer = writer.open(inode, flags, caller)
         return answer if isinstance(answer, OpenResult) else await answer
 
@@ -256,12 +246,6 @@ class Operations:
         else:
             answer = self.open(inode.nodeid, flags, caller)
         return answer if isinstance(answer, OpenResult) else await answer
-
-    def recall_stale(self, nodeid: int, pid: int) -> None:
-        """Restore the record that a process got ESTALE for a node and has not looked up since."""
-        inode = self.inodes.find(nodeid)
-        if inode is not None:
-            self._opener.redirects.recall(inode, pid)
 
     def read(
         self, fh: int, offset: int, size: int, *, in_file: bool = False
@@ -285,7 +269,7 @@ class Operations:
             return
         if handle.readahead is not None:
             handle.readahead.close()
-        self._reader.closed(handle)
+        self.downloader.unkept.drop(handle)
         self.cache.unpin(handle.file)
         if self.writer is not None:
             self.writer.flusher.released(handle.inode)
@@ -347,7 +331,7 @@ class Operations:
         for index, inode in enumerate(self.inodes.all()):
             is_known = self.inodes.find(inode.nodeid) is inode
             if is_known and (inode.parent is not None or inode.entries_changed_ns):
-                log.node(inode.logged())
+                inode.log_to(log)
                 if inode.is_removed:
                     log.removed(inode.nodeid)
                 elif not inode.is_current:
@@ -362,12 +346,11 @@ class Operations:
             log.number(place, number)
             if index % 1000 == 0:
                 await trio.lowlevel.checkpoint()
-        for handle in list(self.handles.files.values()):
-            if handle.fh in self.handles.files:
-                self.handles.log_file(handle)
-        for directory in list(self.handles.directories.values()):
-            self.handles.log_directory(directory)
-        self._opener.redirects.write_all(log)
+        for handle in self.handles.files.values():
+            self.handles.log(handle)
+        for directory in self.handles.directories.values():
+            self.handles.log(directory)
+        self.opener.redirects.write_all(log)
         if self.mutations is not None:
             self.mutations.changes.write_all(log)
 

@@ -5,12 +5,11 @@ changed for long is used longer. `belief_s` computes this time, the page's *beli
 listings.py remembers when a directory changed last, as far as this node can tell: by its
 objects' Last-Modified, a page that differs from the one before, an ETag that a GET missed.
 
-A page is used in two ways. Its names are shown, with their attributes, for at least a
-second, so that `ls -l` costs one LIST. To open a file, to tell that a name is missing, and
-to begin to list the directory, a page is used only for its belief, which is 0
-while others change the directory: then each such question asks the bucket anew.
-A program that creates file after file looks each name up before; it is answered
-from a page of up to a second ago (`Creations`).
+A page is used in two ways. Its names are shown, with their attributes, for at least a second, so
+that `ls -l` costs one LIST. To open a file, to tell that a name is missing, and to begin to list
+the directory, a page is used only for its belief, which is 0 while others change the directory:
+then each such question asks the bucket anew. A program that creates file after file looks each name
+up before; it is answered from a page of up to a second ago (`Creations`).
 """
 
 from __future__ import annotations

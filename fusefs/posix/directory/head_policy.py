@@ -1,23 +1,22 @@
 """Decides which objects need no HEAD.
 
-Listings have no user metadata, and a HEAD for each file costs as much as reading it.
-Most buckets were filled by programs that write no attributes. So HEADs are sent for a few
-objects of a directory (`SAMPLE`, head_cache.py), including the smallest and the youngest: a
-symbolic link is small, and a changed object is young. If these have no attributes, the other
-objects are assumed to have none, and so are those of sibling directories whose objects have
-the same times: a data set is uploaded at one time, by one program. After EXPERIENCE objects
-in a row without attributes, in any directories, a sample of one is enough.
+Listings have no user metadata, and a HEAD for each file costs as much as reading it. Most buckets
+were filled by programs that write no attributes. So HEADs are sent for a few objects of a directory
+(`SAMPLE`, head_cache.py), including the smallest and the youngest: a symbolic link is small, and a
+changed object is young. If these have no attributes, the other objects are assumed to have none,
+and so are those of sibling directories whose objects have the same times: a data set is uploaded at
+one time, by one program. After EXPERIENCE objects in a row without attributes, in any directories,
+a sample of one is enough.
 
-This is safe enough because one object with attributes ends the assumption for its directory
-and its siblings; an object that is younger than those without gets its HEAD; and nothing is
-assumed of a directory in which this mount, or an earlier one with its cache, made a change.
-Before an object is changed, it always gets its HEAD.
+This is safe enough because one object with attributes ends the assumption for its directory and its
+siblings; an object that is younger than those without gets its HEAD; and nothing is assumed of a
+directory in which this mount, or an earlier one with its cache, made a change. Before an object is
+changed, it always gets its HEAD.
 
-A read-only mount is for data sets of many files, so it sends fewer HEADs: of those two objects,
-and without a sample only of files small enough to be a symbolic link. Attributes that equal
-the mount's defaults, times aside, count as none, but then a full sample has to decide.
-A wrong assumption shows when the object is read, or when a program is denied access
-(head_cache.py).
+A read-only mount is for data sets of many files, so it sends fewer HEADs: of those two objects, and
+without a sample only of files small enough to be a symbolic link. Attributes that equal the mount's
+defaults, times aside, count as none, but then a full sample has to decide. A wrong assumption shows
+when the object is read, or when a program is denied access (head_cache.py).
 """
 
 from __future__ import annotations

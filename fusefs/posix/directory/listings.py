@@ -1,19 +1,16 @@
 """Listings: the known names of directories, from LIST pages, with their times of validity.
 
-A lookup in an unknown directory requests the page that starts at the name, and so
-gets up to a thousand neighbours for the price of one; a directory stream reads page
-after page. Pages are kept as segments, which segment.py explains. freshness.py decides
-for how long a page is relied on; after that, the same page is requested again, which
-answers for all its names.
+A lookup in an unknown directory requests the page that starts at the name, and so gets up to a
+thousand neighbours for the price of one; a directory stream reads page after page. Pages are kept
+as segments (segment.py), and relied on for as long as freshness.py says; then the same page is
+requested again, which answers for all its names.
 
-Two things are fetched ahead: the page behind the one that a stream is reading,
-and whole folders when a program walks from one to the next (walk.py).
+Two things are fetched ahead: the page behind the one that a stream is reading, and whole folders
+when a program walks from one to the next (walk.py).
 
-If all segments together hold too many entries, the least recently used ones are
-dropped; a directory is kept as long as it has segments or is in use. An open directory
-stream uses pages that were valid when it was opened.
-
-Everything here belongs to the event loop.
+If all segments together hold too many entries, the least recently used ones are dropped; a
+directory is kept as long as it has segments or is in use. An open directory stream uses pages that
+were valid when it was opened. Everything here belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -78,11 +75,10 @@ def _size_of(segment: Segment) -> int:
 class Directories:
     """The cached listings of all directories, as segments.
 
-    `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for
-    ever); requests ahead run in `nursery`. When a directory turns out to have changed, its
-    nodes in `inodes` are doubted: their next opens ask the bucket. All listings together keep
-    `most_entries`.
-    Methods that request a listing raise StoreError if that fails.
+    `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for ever);
+    requests ahead run in `nursery`. When a directory turns out to have changed, its nodes in
+    `inodes` are doubted: their next opens ask the bucket. All listings together keep
+    `most_entries`. Methods that request a listing raise StoreError if that fails.
     """
 
     def __init__(
@@ -354,9 +350,8 @@ class Directories:
     async def _load_around(self, directory: Directory, name: str) -> None:
         """Load the page that held a name, or one that starts at it, or wait for one under way.
 
-        In an unknown directory the first page is loaded, which mostly has all names:
-        otherwise names in random order would cost a page for each name that
-        sorts before all earlier ones.
+        In an unknown directory the first page is loaded, which mostly has all names: otherwise
+        names in random order would cost a page for each name that sorts before all earlier ones.
         """
         known = directory.holding(name)
         if known is not None and name not in known.doubtful and len(known.entries) <= _MOST_AGAIN:

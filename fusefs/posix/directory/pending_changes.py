@@ -20,14 +20,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
-from fusefs.posix.directory.segment import (
-    ABSENT,
-    UNCOVERED,
-    Absent,
-    Entry,
-    Segment,
-    is_stored,
-)
+from fusefs.posix.directory.segment import ABSENT, UNCOVERED, Absent, Entry, Segment, is_stored
 from fusefs.posix.nodes import names
 from fusefs.store.interface import ObjectInfo
 

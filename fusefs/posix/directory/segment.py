@@ -4,13 +4,12 @@ A *segment* lies between two positions of a directory and has all entries
 between them, so it can tell that a name exists and that it does
 not. Positions and their order are those of posix/nodes/names.py.
 
-A page starts and ends at keys, a segment at positions, and the two differ for
-files: the file `a` has the position `a/`, after `a-b`, as it has to be
-hidden if the prefix `a/` exists. Files whose position lies behind the end
-of a page are carried into the next segment (`pending`). A segment that was
-listed without its neighbour in front lacks the files carried from there: the few
-names that are its start, or prefixes of it, are `doubtful`. They have to be requested by name,
-or are carried on as doubtful if they stand behind the segment's end.
+A page starts and ends at keys, a segment at positions, and the two differ for files: the file `a`
+has the position `a/`, after `a-b`, as it has to be hidden if the prefix `a/` exists. Files whose
+position lies behind the end of a page are carried into the next segment (`pending`). A segment that
+was listed without its neighbour in front lacks the files carried from there: the few names that are
+its start, or prefixes of it, are `doubtful`. They have to be requested by name, or are carried on
+as doubtful if they stand behind the segment's end.
 """
 
 from __future__ import annotations

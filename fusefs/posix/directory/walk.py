@@ -1,11 +1,10 @@
 """Walks: programs that go from folder to folder (`find`, a data loader's scan).
 
-Listed one by one, each folder costs a request. Once a few folders of one
-parent have been opened in a row, *flat* pages of that parent are listed
-instead: keys without grouping, so that one page of a thousand keys fills many
-small folders. The next page is fetched as soon as one of these folders is read.
-It begins right behind the last key: the keys of a folder that the page does not
-complete are kept until the next page, so no key is listed twice.
+Listed one by one, each folder costs a request. Once a few folders of one parent have been opened in
+a row, *flat* pages of that parent are listed instead: keys without grouping, so that one page of a
+thousand keys fills many small folders. The next page is fetched as soon as one of these folders is
+read. It begins right behind the last key: the keys of a folder that the page does not complete are
+kept until the next page, so no key is listed twice.
 """
 
 from __future__ import annotations

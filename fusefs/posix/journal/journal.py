@@ -1,26 +1,21 @@
 """The journal: an append-only log of the nodes and handles that the kernel knows.
 
-A mount can outlive the process that serves it only if the next process knows the
-kernel's nodes, lookup counts and handles. Each of these is appended here before
-the reply that gives it to the kernel.
+The next process can serve a mount only if it knows the kernel's nodes, lookup counts and handles,
+so each of these is appended here before the reply that gives it to the kernel.
 
-The log is a file that is mapped shared: an append is a copy into memory
-(0.3 microseconds, while a write would take 3), which the kernel keeps when the
-process is killed. At most the last STEP of the mapping is in this process's memory.
-The blocks are allocated before they are written, so a full
-disk shows up as an error of `posix_fallocate` and not as a SIGBUS. A kill in
-the middle of a copy loses only that record, whose reply was not sent;
-any other missing or changed record is damage (records.py), and no daemon continues
-such a log: the kernel would show one file's content for another's.
+The log is a file that is mapped shared: an append is a copy into memory (0.3 microseconds, while a
+write would take 3), which the kernel keeps when the process is killed. At most the last STEP of the
+mapping is in this process's memory. The blocks are allocated before they are written, so a full
+disk is an error of `posix_fallocate` and not a SIGBUS. A kill in the middle of a copy loses only
+that record, whose reply was not sent; any other missing or changed record is damage (records.py),
+and no daemon continues such a log: the kernel would show one file's content for another's.
 
-A record has the whole state of one item. So a log can be compacted while it is written
-to: the new file receives each item once, a few at a time, and all new records
-are written to both. Lookup counts are upper bounds: a FORGET that was read and not
-logged is lost.
+A record has the whole state of one item. So a log can be compacted while it is written to: the new
+file receives each item once, a few at a time, and all new records besides. Lookup counts are upper
+bounds: a FORGET that was read and not logged is lost.
 
-A mountpoint may have two mounts at a time: one that was detached while programs used
-it, and the next one. So each mount's log has a name of its own. No daemon removes or
-replaces another's log.
+A mountpoint may have two mounts, one that was detached while programs used it and the next one. So
+each mount's log has a name of its own, and no daemon removes or replaces another's.
 """
 
 from __future__ import annotations
@@ -51,13 +46,13 @@ from fusefs.posix.journal.records import (
     WHOLE_OPEN,
     KernelState,
     Kind,
-    LoggedNode,
     Replayed,
     header,
     node_payload,
     replay,
     start_payload,
 )
+from fusefs.store.interface import ObjectInfo
 
 logger = logging.getLogger("fusefs.journal")
 
@@ -170,9 +165,12 @@ class Journal:
         journal._log = _Log(path, read)
         return journal, read.state
 
-    def node(self, node: LoggedNode) -> None:
-        """Log a node: the kernel is about to get it, or its name, key or version has changed."""
-        self._append(Kind.NODE, node_payload(node))
+    def node(self, *fields: *tuple[int, int, int, str, int, ObjectInfo | None, int]) -> None:
+        """Log a node: the kernel is about to get it, or its name, key or version has changed.
+
+        The fields are those of `LoggedNode`.
+        """
+        self._append(Kind.NODE, node_payload(*fields))
 
     def count(self, nodeid: int, nlookup: int) -> None:
         """Log a node's new lookup count."""

@@ -3,14 +3,12 @@
 Each record has the whole state of one item, never a change of it. The first record of
 a log has the format and the boot id.
 
-A log is a header and records: length, type, payload and a CRC-32
-that continues that of the record before. So the valid part of a log ends at the first record
-that was changed, lost or moved. The header has two slots for the end of the
-log, a size and the CRC there; the n-th record is committed to
-slot n % 2 after it is written. A kill leaves at most one record that is not
-committed, or one slot that is half written. So after n valid records
-slot (n - 1) % 2 has the end of n - 1 records, or the log is damaged: if
-records were lost, the slot has a later end.
+A log is a header and records: length, type, payload and a CRC-32 that continues that of the record
+before. So the valid part of a log ends at the first record that was changed, lost or moved. The
+header has two slots for the end of the log, a size and the CRC there; the n-th record is committed
+to slot n % 2 after it is written. A kill leaves at most one record that is not committed, or one
+slot that is half written. So after n valid records slot (n - 1) % 2 has the end of n - 1 records,
+or the log is damaged: if records were lost, the slot has a later end.
 """
 
 from __future__ import annotations
@@ -139,13 +137,20 @@ def start_payload() -> bytes:
     return f"fusefs journal {FORMAT} {clock.boot_id()}".encode()
 
 
-def node_payload(node: LoggedNode) -> bytes:
-    ids = node.nodeid, node.parent, node.ino, node.nlookup
-    name = node.name.encode()
-    info = node.info
+def node_payload(
+    nodeid: int,
+    parent: int,
+    ino: int,
+    text: str,
+    nlookup: int,
+    info: ObjectInfo | None,
+    entries_changed_ns: int,
+) -> bytes:
+    """The record of a node with the fields of `LoggedNode`, whose making would take as long."""
+    ids, name = (nodeid, parent, ino, nlookup), text.encode()
     if info is None:
         lengths = len(name), _DIRECTORY, 0
-        return NODE.pack(*ids, 0, node.entries_changed_ns, *lengths) + name
+        return NODE.pack(*ids, 0, entries_changed_ns, *lengths) + name
     etag, storage_class = info.etag.encode(), info.storage_class.encode()
     lengths = len(name), len(etag), len(storage_class)
     head = NODE.pack(*ids, info.size, info.mtime_ns, *lengths)
@@ -172,12 +177,11 @@ def parse_node(payload: bytes) -> LoggedNode:
 class KernelState:
     """The nodes and handles of the kernel when the last record was written.
 
-    `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown.
-    `replaced` are the ids of nodes that have lost their names, and `removed` those of them
-    whose file has no name; `numbers` are the records of nodes/file_numbers.py; `stale` are
-    (node id, pid) of openers that got ESTALE and have not looked the name up since;
-    `begun` are the ids of requests whose changes may have been made; `marks` are the
-    directories' marks by node id (nodes/offsets.py).
+    `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown. `replaced` are the
+    ids of nodes that have lost their names, and `removed` those of them whose file has no name;
+    `numbers` are the records of nodes/file_numbers.py; `stale` are (node id, pid) of openers that
+    got ESTALE and have not looked the name up since; `begun` are the ids of requests whose changes
+    may have been made; `marks` are the directories' marks by node id (nodes/offsets.py).
     """
 
     init_out: bytes = b""

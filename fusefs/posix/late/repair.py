@@ -26,6 +26,7 @@ from fusefs.posix.late.uncertain_keys import (
     boottime,
 )
 from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.posix.tasks import for_each
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Write
@@ -74,22 +75,17 @@ class Repairer:
                 await self._uncertain_keys.woken.wait()
 
     async def _check_all(self, due: list[UncertainKey], failed: dict[UncertainKey, float]) -> None:
-        todo = iter(due)
+        async def check(one: UncertainKey) -> None:
+            try:
+                await self.check(one)
+            except StoreError as error:
+                failed[one] = boottime() + RETRY_S
+                logger.info("%s could not be looked at again: %s", one.key, error)
+            except Exception:  # a fault with one key must not stop the checks of the others
+                logger.exception("%s could not be looked at again", one.key)
+                self._uncertain_keys.note_checked(one)
 
-        async def go_on() -> None:
-            for one in todo:
-                try:
-                    await self.check(one)
-                except StoreError as error:
-                    failed[one] = boottime() + RETRY_S
-                    logger.info("%s could not be looked at again: %s", one.key, error)
-                except Exception:  # a fault with one key must not stop the checks of the others
-                    logger.exception("%s could not be looked at again", one.key)
-                    self._uncertain_keys.note_checked(one)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(min(AT_ONCE, len(due))):
-                nursery.start_soon(go_on)
+        await for_each(check, due, AT_ONCE)
 
     async def check(self, entry: UncertainKey) -> None:
         """Check a key, and restore its expected state if a late request has undone it."""

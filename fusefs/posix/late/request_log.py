@@ -3,17 +3,14 @@
     DIRECTORY/requests    one slot for each change that is under way
     DIRECTORY/batch-N     the keys of one DeleteObjects request
 
-A process that is killed leaves requests behind that the server may execute
-later. The next process reads here which keys they concern, and what they would
-make of them (uncertain_keys.py explains late requests).
+From it the next process learns which keys the requests of a killed one concern, and what they
+would make of them, as the server may execute them later (uncertain_keys.py).
 
-The slots are in a file that is mapped shared: filling one is a copy into memory,
-which the kernel keeps when the process is killed; no fsync is needed, as a machine's
-crash ends its requests, too. A slot is a CRC, a length and the change;
-a length of 0 marks a free slot, and a slot whose CRC is wrong was being filled when
-the process was killed, so that its request was never sent. The blocks are
-allocated before they are written, so that a full disk is an error of
-`posix_fallocate` and not a SIGBUS; if there is no free slot, a change is sent unrecorded.
+The slots are in a file that is mapped shared: filling one is a copy into memory, which the kernel
+keeps when the process is killed; a machine's crash ends the requests, too. A slot is a CRC, a
+length and the change: a length of 0 marks a free slot, and a slot with a wrong CRC was being filled
+at the kill, so its request was never sent. The blocks are allocated before they are written, so
+that a full disk is an error and not a SIGBUS; without a free slot a change is sent unrecorded.
 """
 
 from __future__ import annotations

@@ -1,26 +1,23 @@
 """The uncertain keys of a mount: keys that a late request may still change.
 
-A *late request* is a change (PUT, COPY or DELETE) that the server executes after
-its sender has given it up. Any request that got no answer (a time-out, a lost
-connection, a killed process) may become a late request. Its key is *uncertain* from then
-on. For uncertain keys only, the result of the last acknowledged change is recorded, the
-*expected* state, and a copy of the expected content is kept on the local disk:
+A *late request* is a change (PUT, COPY or DELETE) that the server executes after its sender has
+given it up. Any request without an answer (a time-out, a lost connection, a killed process) may
+become one, and makes its key *uncertain*. For uncertain keys only, the result of the last
+acknowledged change, the *expected* state, is recorded, with a copy of the expected content:
 
     DIRECTORY/source     the bucket to which all records belong
     DIRECTORY/N.json     an uncertain key: its unanswered requests and its expected state
     DIRECTORY/N.SEQUENCE the expected content, if an object is expected
 
-The key is checked after 5, 15, 60 and 300 s (repair.py sends the HEAD).
-The token in the object's metadata (store/fencing.py) tells which request has made
-the object: if an unanswered request has made it, or has deleted the expected object, the
-expected state is restored. An object of another client is left alone, and
-ends the checks. A request that was sent after the last acknowledged change undoes
-nothing, nor does a request that makes the expected state.
+The key is checked after 5, 15, 60 and 300 s (repair.py sends the HEAD). The token in the object's
+metadata (store/fencing.py) tells which request has made the object: if an unanswered request has
+made it, or has deleted the expected object, the expected state is restored. An object of another
+client is left alone, and ends the checks. A request that was sent after the last acknowledged
+change undoes nothing, nor does a request that makes the expected state.
 
-The record of an expected state is written before its change is acknowledged; no
-fsync is needed, as a machine's crash ends its requests, too. The next process
-and the next mount at the same place take the records over. Times are those of
-CLOCK_BOOTTIME, which has no clock steps and which runs while the machine is suspended.
+A record is written before its change is acknowledged, without fsync: a machine's crash ends the
+requests, too. The next process and the next mount at the same place take the records over. Times
+are those of CLOCK_BOOTTIME, which has no steps and runs while the machine is suspended.
 """
 
 from __future__ import annotations
@@ -154,12 +151,6 @@ class UncertainKey:
             return [one for one in self.unanswered if one.change.kind == DELETE]
         return [one for one in self.unanswered if one.has_made(found)]
 
-    def expect(self, state: KeyState | None) -> None:
-        """Set the expected state after an acknowledged change; None if its result is unknown."""
-        self.expected = state
-        for one in self.unanswered:
-            one.is_newer = False
-
     def plain(self) -> dict[str, Any]:
         expected = self.expected
         return {
@@ -275,10 +266,11 @@ class UncertainKeys(UnansweredChanges):
         return entry
 
     def expect(self, entry: UncertainKey, state: KeyState | None, content: str | None) -> None:
-        """Record a key's expected state, and the file name of its content, after a change."""
-        old = entry.content
-        entry.expect(state)
-        entry.content = content
+        """Record a key's expected state (None: unknown) and its content's name after a change."""
+        old, entry.content = entry.content, content
+        entry.expected = state
+        for one in entry.unanswered:
+            one.is_newer = False
         self.record(entry)
         if old is not None and old != content:
             self.remove(old)

@@ -1,12 +1,11 @@
 """Attributes of closed files: shown here at once, in the bucket within about a second.
 
-S3 has no request that changes only metadata: a new mode, owner or time takes
-a copy of the object onto itself. Programs that unpack and copy (rsync, tar,
-cp -a) change all three after each close, and rename the file. So a change
-is recorded, as a line of STAGING/attributes (journal/line_log.py), and waits for DEFER_S;
-further changes in this time are sent with it. A rename adds the change to its own copy, an
-open for writing adds it to the file's next upload, and a removal drops it. `fsync`, `fusefs
-sync` and the end of the mount send it at once.
+S3 has no request that changes only metadata: a new mode, owner or time takes a copy of the object
+onto itself. Programs that unpack and copy (rsync, tar, cp -a) change all three after each close,
+and rename the file. So a change is recorded, as a line of STAGING/attributes (journal/line_log.py),
+and waits for DEFER_S; further changes in this time are sent with it. A rename adds the change to
+its own copy, an open for writing adds it to the file's next upload, and a removal drops it.
+`fsync`, `fusefs sync` and the end of the mount send it at once.
 
 A change that S3 refuses stays recorded and is tried again. If another client has
 replaced or removed the object, that client's change was the later one: then the

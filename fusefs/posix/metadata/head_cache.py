@@ -7,11 +7,10 @@ are sent ahead: one, two, four, and at most MOST_AHEAD. For a folder that is lis
 walk is about to reach, or in which a second name is looked up, HEADs of a few names are sent
 at once if these can decide for all others.
 
-A read-only mount assumes more. If assumed attributes deny a program access to a file, the
-kernel requests them again, and then gets those of the object. The GET of a small
-file brings them as well. If an object turns out to be a symbolic link that was shown as
-a file, its name gets a new node: an open of the old one is ESTALE, upon which the kernel looks
-the name up again and follows the link.
+A read-only mount assumes more. If assumed attributes deny a program access to a file, the kernel
+requests them again, and then gets those of the object. The GET of a small file brings them as well.
+If an object turns out to be a symbolic link that was shown as a file, its name gets a new node: an
+open of the old one is ESTALE, upon which the kernel looks the name up again and follows the link.
 """
 
 from __future__ import annotations

@@ -43,34 +43,28 @@ class Xattrs:
         if name.startswith(OURS):
             return self._of_object(inode, name)
         if _is_settable(name) and self._head_cache.lacks(inode):
-            return waiting(self._kept_later(inode, name))
-        return self._kept(inode, name)
-
-    def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
-        """The names of attributes set by programs; it needs no HEAD after a stat."""
-        if self._head_cache.needs_head(inode):
-            return waiting(self._names_later(inode))
-        return self._names(inode)
-
-    # Attributes set by programs
-
-    def _kept(self, inode: Inode, name: str) -> bytes:
+            return waiting(self._get_learned(inode, name))
         value = dict(self._head_cache.meta(inode).xattrs).get(name)
         if value is None or not _is_settable(name):
             raise OSError(errno.ENODATA, name)
         return value
 
-    async def _kept_later(self, inode: Inode, name: str) -> bytes:
+    async def _get_learned(self, inode: Inode, name: str) -> bytes:
         await self._head_cache.learn(inode)
-        return self._kept(inode, name)
+        answer = self.get(inode, name)
+        return answer if isinstance(answer, bytes) else await answer
 
-    def _names(self, inode: Inode) -> tuple[str, ...]:
+    def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
+        """The names of attributes set by programs; it needs no HEAD after a stat."""
+        if self._head_cache.needs_head(inode):
+            return waiting(self._names_shown(inode))
         known = self._head_cache.meta(inode).xattrs
         return tuple(name for name, _ in known if _is_settable(name))
 
-    async def _names_later(self, inode: Inode) -> tuple[str, ...]:
+    async def _names_shown(self, inode: Inode) -> tuple[str, ...]:
         await self._head_cache.show(inode)
-        return self._names(inode)
+        known = self._head_cache.meta(inode).xattrs
+        return tuple(name for name, _ in known if _is_settable(name))
 
     # Properties of the object
 

@@ -67,9 +67,7 @@ class CreateRemove(MountPart):
         self._writer = writer
         self._rules = writing.rules
         self._unanswered = state.store.unanswered
-        self._prefix_lock = prefix_lock
-        self.is_open = prefix_lock.is_open
-        self.until_open = prefix_lock.until_open
+        self.prefix_lock = prefix_lock
         # The ids of requests that this process has begun and not ended.
         self._under_way: set[int] = set()
         # The node ids of files that an earlier process staged; None before the first change.
@@ -84,7 +82,7 @@ class CreateRemove(MountPart):
     async def _changing(self, caller: Caller, *names: Name) -> AsyncIterator[None]:
         self._note_inherited()
         try:
-            async with self._prefix_lock.change(*names):
+            async with self.prefix_lock.change(*names):
                 yield
         finally:
             self._under_way.discard(caller.unique)
@@ -92,7 +90,7 @@ class CreateRemove(MountPart):
     async def below(self, name: Name, change: Coroutine[Any, Any, Made]) -> Made:
         """Run a change of a name while no directory above it can be renamed."""
         try:
-            async with self._prefix_lock.change(name):
+            async with self.prefix_lock.change(name):
                 return await change
         finally:
             change.close()  # in case the coroutine was never started
@@ -116,6 +114,11 @@ class CreateRemove(MountPart):
     def _is_repeated(self, caller: Caller) -> bool:
         """True if an earlier process may have done this request."""
         return caller.unique in self._state.begun
+
+    def _correct(self, parent: Inode, name: str) -> None:
+        """Distrust the listing that lacks a name which the bucket has."""
+        directory = self._directories.get(self._inodes.key(parent))
+        self._directories.correct(directory, name, None)
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))
@@ -155,7 +158,7 @@ class CreateRemove(MountPart):
             try:
                 etag = await self._writer.empties.put_marker(prefix + name + "/", meta, None)
             except ConflictError as error:
-                self._directories.correct(self._directories.get(prefix), name, None)
+                self._correct(parent, name)
                 raise OSError(errno.EEXIST, name) from error
             self._directories.changed(prefix, name, None)
             if not self._is_repeated(caller):
@@ -203,7 +206,7 @@ class CreateRemove(MountPart):
             await self._look_again(parent, name)
             return await put(Expect(None))
         except ExistsError:
-            self._directories.correct(self._directories.get(self._inodes.key(parent)), name, None)
+            self._correct(parent, name)
             raise
 
     async def _look_again(self, parent: Inode, name: str) -> None:
@@ -212,7 +215,7 @@ class CreateRemove(MountPart):
         below = await self._store.list_page(f"{prefix}{name}/", delimiter="", max_keys=1)
         if not below.objects and await find(self._store, prefix + name) is None:
             return
-        self._directories.correct(self._directories.get(prefix), name, None)
+        self._correct(parent, name)
         raise OSError(errno.EEXIST, name)
 
     async def _check_absent(self, parent: Inode, name: str) -> None:
@@ -221,7 +224,7 @@ class CreateRemove(MountPart):
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
         """Write a directory's attributes to its marker, whose content, if any, is kept."""
-        async with self._prefix_lock.change((inode, "")):
+        async with self.prefix_lock.change((inode, "")):
             prefix, etag, put = self._inodes.key(inode), None, self._writer.empties.put_marker
             if inode.marker_etag is not None:
                 with suppress(ConflictError):
@@ -347,7 +350,7 @@ class CreateRemove(MountPart):
         """Remove a file if recording the removal is enough; False if `unlink` has to do it."""
         prefix = self._inodes.key(parent)
         key = prefix + name
-        if not self._writer.removals.may_defer(key) or not self.is_open((parent, name)):
+        if not self._writer.removals.may_defer(key) or not self.prefix_lock.is_open((parent, name)):
             return False
         known = self._directories.lookup_now(self._directories.get(prefix), name)
         inode = parent.child(name)
@@ -433,7 +436,7 @@ class CreateRemove(MountPart):
         await self._writer.removals.flush_below(self._inodes.key(directory))
         if self._rules.may_be_local:
             with stage(WaitCause.CACHE_DISK):
-                await trio.to_thread.run_sync(self._writer.staging.names.sync)
+                await trio.to_thread.run_sync(self._writer.staging.sync_names)
 
     async def _is_empty(self, prefix: str) -> bool:
         await self._writer.removals.flush_below(prefix)

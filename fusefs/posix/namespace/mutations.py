@@ -59,7 +59,7 @@ class Mutations(MountPart):
         unwanted: Callable[[Result], None] = lambda _result: None,
     ) -> Result:
         """Run a change of some names uncancelled; after a cancel `unwanted` gets its result."""
-        await waiting(self.changes.until_open(*names))
+        await waiting(self.changes.prefix_lock.until_open(*names))
         return await self._go_on(waiting(work()), unwanted)
 
     async def _go_on(
@@ -77,7 +77,7 @@ class Mutations(MountPart):
         is_named = inode.is_current or inode.staged is not None
         if not (is_plain and is_named) or self._head_cache.lacks(inode):
             return None
-        if self.writer.deferred.is_full or not self.changes.is_open(*_names_of(inode)):
+        if self.writer.deferred.is_full or not self.changes.prefix_lock.is_open(*_names_of(inode)):
             return None
         mtime_ns = _limited(new.mtime_ns)
         if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
@@ -142,18 +142,9 @@ class Mutations(MountPart):
             self._inodes.drop_unknown(inode)
 
     async def setxattr(
-        self, nodeid: int, name: bytes, value: bytes, flags: int, caller: Caller
-    ) -> None:
-        """Set an extended attribute, with the flags and errors of setxattr(2)."""
-        await self._change_xattrs(nodeid, name, value, flags, caller)
-
-    async def removexattr(self, nodeid: int, name: bytes, caller: Caller) -> None:
-        """Remove an extended attribute; ENODATA if the file has no such attribute."""
-        await self._change_xattrs(nodeid, name, None, 0, caller)
-
-    async def _change_xattrs(
         self, nodeid: int, name: bytes, value: bytes | None, flags: int, caller: Caller
     ) -> None:
+        """Set an extended attribute, or (None) remove it; flags and errors of setxattr(2)."""
         await self.writer.deferred.wait_for_room()
         requested = self._inodes.get(nodeid)
         try:
@@ -203,21 +194,18 @@ class Mutations(MountPart):
         if known := self._state.handles.opened_by(caller.unique):
             handle = self._state.handles.files[known]
             return handle.inode, OpenResult(known, keep_cache=False, may_write=True)
-        parent = self._inodes.directory(parent_id)
-        text = self._new_name(parent, name)
-        create = partial(
-            self.writer.create, parent, text, mode, flags, caller, is_reserved=is_reserved
-        )
-        if not self.changes.is_open((parent, text)):
-            return self._create_later((parent, text), create)
+        made = self._new_name(parent_id, name)
+        create = partial(self.writer.create, *made, mode, flags, caller, is_reserved=is_reserved)
+        if not self.changes.prefix_lock.is_open(made):
+            return self._create_later(made, create)
         answer = create()
-        return answer if isinstance(answer, tuple) else self._created(answer, (parent, text))
+        return answer if isinstance(answer, tuple) else self._created(answer, made)
 
     async def _create_later(
         self, name: Name, create: Callable[[], Answer[tuple[Inode, OpenResult]]]
     ) -> tuple[Inode, OpenResult]:
         """Create a file once no rename of a directory is in its way."""
-        await waiting(self.changes.until_open(name))
+        await waiting(self.changes.prefix_lock.until_open(name))
         answer = create()
         return answer if isinstance(answer, tuple) else await self._created(answer, name)
 
@@ -243,28 +231,22 @@ class Mutations(MountPart):
 
     async def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Inode:
         """Create a directory by putting its marker; EEXIST if the name exists."""
-        parent = self._inodes.directory(parent_id)
-        text = self._new_name(parent, name, "/")
-        make = partial(self.changes.mkdir, parent, text, mode, caller)
-        return await self._make(make, (parent, text))
+        made = self._new_name(parent_id, name, "/")
+        return await self._make(partial(self.changes.mkdir, *made, mode, caller), made)
 
     async def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         """Create a symbolic link, an object with the target as its content."""
-        parent = self._inodes.directory(parent_id)
-        text = self._new_name(parent, name)
-        make = partial(self.changes.symlink, parent, text, target, caller)
-        return await self._make(make, (parent, text))
+        made = self._new_name(parent_id, name)
+        return await self._make(partial(self.changes.symlink, *made, target, caller), made)
 
     async def link(self, nodeid: int, parent_id: int, name: bytes, caller: Caller) -> Inode:
         """Create a hard link, which is a copy of the file's object; EPERM for a directory."""
-        parent = self._inodes.directory(parent_id)
-        requested, text = self._inodes.get(nodeid), self._new_name(parent, name)
+        requested, made = self._inodes.get(nodeid), self._new_name(parent_id, name)
 
         async def act() -> Inode:
-            inode = await self._file_now(requested)
-            return await self.changes.link(inode, parent, text, caller)
+            return await self.changes.link(await self._file_now(requested), *made, caller)
 
-        return await self._make(act, *_names_of(requested), (parent, text))
+        return await self._make(act, *_names_of(requested), made)
 
     async def _make(self, make: Callable[[], Coroutine[Any, Any, Inode]], *names: Name) -> Inode:
         inode = await self._change(make, *names, unwanted=self._inodes.drop_unknown)
@@ -273,17 +255,15 @@ class Mutations(MountPart):
 
     def unlink(self, parent_id: int, name: bytes, caller: Caller) -> Answer[None]:
         """Remove a file; its open handles can still read the content."""
-        parent = self._inodes.directory(parent_id)
-        text = self._known_name(name)
-        if self.changes.unlink_now(parent, text, caller):
+        gone = self._known_name(parent_id, name)
+        if self.changes.unlink_now(*gone, caller):
             return None
-        return self._change(partial(self.changes.unlink, parent, text, caller), (parent, text))
+        return self._change(partial(self.changes.unlink, *gone, caller), gone)
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
         """Remove an empty directory; else ENOTEMPTY."""
-        parent = self._inodes.directory(parent_id)
-        text = self._known_name(name)
-        await self._change(partial(self.changes.rmdir, parent, text, caller), (parent, text))
+        gone = self._known_name(parent_id, name)
+        await self._change(partial(self.changes.rmdir, *gone, caller), gone)
 
     def fsync_directory(self, nodeid: int) -> Answer[None]:
         """Wait until all removals below a directory are done in the bucket."""
@@ -296,13 +276,12 @@ class Mutations(MountPart):
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller
     ) -> None:
         """Rename a file or directory; EINVAL for flags other than RENAME_NOREPLACE."""
-        parent, to = self._inodes.directory(parent_id), self._inodes.directory(to_id)
-        old, new = self._known_name(name), self._new_name(to, new_name)
-        rename = partial(self.changes.rename, parent, old, to, new, flags, caller)
-        await self._change(rename, (parent, old), (to, new))
+        old, new = self._known_name(parent_id, name), self._new_name(to_id, new_name)
+        await self._change(partial(self.changes.rename, old, new, flags, caller), old, new)
 
-    def _new_name(self, parent: Inode, name: bytes, ending: str = "") -> str:
+    def _new_name(self, parent_id: int, name: bytes, ending: str = "") -> Name:
         """Decode a name for a new object, whose key gets `ending`; OSError if it is not allowed."""
+        parent = self._inodes.directory(parent_id)
         if len(name) > names.NAME_MAX:
             raise OSError(errno.ENAMETOOLONG, "a name has 255 bytes at most")
         text = names.decode(name)
@@ -313,13 +292,13 @@ class Mutations(MountPart):
             raise OSError(errno.EINVAL, "the name is kept for fusefs itself")
         if len(self._inodes.key(parent).encode()) + len(name) + len(ending) > names.LONGEST_KEY:
             raise OSError(errno.ENAMETOOLONG, "a key has 1,024 bytes at most")
-        return text
+        return parent, text
 
-    def _known_name(self, name: bytes) -> str:
-        text = names.decode(name)
+    def _known_name(self, parent_id: int, name: bytes) -> Name:
+        parent, text = self._inodes.directory(parent_id), names.decode(name)
         if text is None:
             raise OSError(errno.ENOENT, "no such name")
-        return text
+        return parent, text
 
 
 def _is_left_behind(inode: Inode) -> bool:

@@ -1,10 +1,9 @@
 """Server-side copies of all objects below a prefix to another prefix, many at a time.
 
-Existing objects may count as copies, so that an interrupted run can be continued. An
-object may be a copy of another one if it has the same size and is not older, by the
-bucket's own clock; within the same second, only if it has the same ETag as well. An object
-is not copied again only if its copy has the same ETag: another client may have replaced
-the content during the copy.
+Existing objects may count as copies, so that an interrupted run can be continued. An object may be
+a copy of another one if it has the same size and is not older, by the bucket's own clock; within
+the same second, only if it has the same ETag as well. An object is not copied again only if its
+copy has the same ETag: another client may have replaced the content during the copy.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ TRIES = 3
 class PrefixCopy:
     """The copies of the objects below `old` to keys below `new`; `empty` is an empty file's fd.
 
-    `is_dated` tells if an object's metadata is known to have its modification time.
-    `sources` are the objects that were copied and `made` the copies, both by
-    the old key. `total` is the number of objects to copy.
-    All methods that send requests raise StoreError if not all of them succeed.
+    `is_dated` tells if an object's metadata is known to have its modification time. `sources` are
+    the objects that were copied and `made` the copies, both by the old key. `total` is the number
+    of objects to copy. All methods that send requests raise StoreError if not all of them succeed.
     """
 
     def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
@@ -67,12 +65,8 @@ class PrefixCopy:
     def by_version(self) -> dict[ObjectVersion, ObjectInfo]:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
-    def newest_source_ns(self) -> int:
-        """The latest Last-Modified (ns) of the objects that were copied; 0 if there are none."""
-        return max((info.mtime_ns for info in self.sources.values()), default=0)
-
     def newest_copy_ns(self) -> int:
-        """As `newest_source_ns`, for copies; those of markers have this machine's time."""
+        """The latest Last-Modified (ns) of the copies; those of markers have this machine's."""
         copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
         return max(copies, default=0)
 

@@ -18,6 +18,7 @@ from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import parent_of, split_entry
+from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
@@ -56,18 +57,16 @@ class Relocator(MountPart):
     def move_file(
         self,
         inode: Inode | None,
-        parent: Inode,
-        name: str,
-        to: Inode,
-        new_name: str,
+        old_name: Name,
+        new_name: Name,
         moved: Moved,
         uncached: set[ObjectVersion],
     ) -> None:
         """Rename a file on this mount; `moved` has its copy, and is empty if there is none."""
-        old, new = self._inodes.key(parent), self._inodes.key(to)
+        (parent, name), (to, new) = old_name, new_name
         entry = next(iter(moved.values()), None)
-        replaced = self._handles.former(to, new_name)
-        current = to.child(new_name)
+        replaced = self._handles.former(to, new)
+        current = to.child(new)
         if current is not None and current is not inode:
             replaced.add(current)
             if current.info is not None:
@@ -78,11 +77,11 @@ class Relocator(MountPart):
         for old_node in self._handles.former(parent, name):
             # A node with an old content of the file gets the file's new name.
             if old_node.info is not None and not old_node.is_removed:
-                old_node.parent, old_node.name = to, new_name
+                old_node.parent, old_node.name = to, new
                 self._inodes.replace_version(old_node, old_node.info)
         is_staged = inode is not None and inode.staged is not None
         if inode is not None:
-            self._inodes.move(inode, to, new_name, moved)
+            self._inodes.move(inode, to, new, moved)
             if entry is None or is_staged:
                 entry = inode.info
             elif inode.info != entry and inode.is_open:
@@ -92,15 +91,15 @@ class Relocator(MountPart):
             if moved:
                 # The kernel may open the new name without a lookup.
                 inode.looked_up = False
-                most_s = self._directories.get(new).most_s
+                most_s = self._directories.get(self._inodes.key(to)).most_s
                 inode.valid_until = time.monotonic() + min(FIRST_S, most_s)
         else:
             numbers = self._inodes.numbers
             number = numbers.of(parent, name, is_directory=False)
-            numbers.moved(parent, name, to, new_name, number, is_directory=False)
-        self._directories.changed(old, name, ABSENT)
+            numbers.moved(parent, name, to, new, number, is_directory=False)
+        self._directories.changed(self._inodes.key(parent), name, ABSENT)
         assert entry is not None
-        self._directories.changed(new, new_name, entry, lasting=is_staged)
+        self._directories.changed(self._inodes.key(to), new, entry, lasting=is_staged)
         self._follow(moved, uncached)
 
     def move_directory(self, copies: PrefixCopy, uncached: set[ObjectVersion]) -> None:

@@ -1,10 +1,9 @@
 """Renames of files and directories.
 
-A rename is a copy on the server and then a delete, so that at every moment an
-object exists under its old or its new name; for a directory, all copies are made
-before the first delete (rename_job.py). An open file that was never uploaded only
-changes its name. A closed file that only the local disk has, such as a temporary file, is
-sent under its new name.
+A rename is a copy on the server and then a delete, so that at every moment an object exists under
+its old or its new name; for a directory, all copies are made before the first delete
+(rename_job.py). An open file that was never uploaded only changes its name. A closed file that only
+the local disk has, such as a temporary file, is sent under its new name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import trio
 
@@ -24,12 +23,11 @@ from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.create_remove import CreateRemove
 from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
 from fusefs.posix.namespace.rename_job import RenameJobs
-from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
-from fusefs.posix.nodes.prefix_lock import PrefixLock
+from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
 from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.rules import Writing
@@ -61,13 +59,8 @@ class NameChanges(CreateRemove):
         self, state: MountState, writing: Writing, writer: Writer, prefix_lock: PrefixLock
     ) -> None:
         super().__init__(state, writing, writer, prefix_lock)
-        self._renames = RenameJobs(
-            writing,
-            state.inodes.prefix,
-            prefix_lock,
-            self._copies,
-            self._switch,
-            self._mover.ended,
+        self.renames = RenameJobs(
+            writing, state.inodes.prefix, prefix_lock, self._copies, self._switch, self._mover.ended
         )
 
     def _copies(self, old: str, new: str) -> PrefixCopy:
@@ -76,85 +69,69 @@ class NameChanges(CreateRemove):
     async def run(self) -> None:
         """Finish renames that no request waits for, until cancelled."""
         self._note_inherited()
-        await self._renames.run()
+        await self.renames.run()
 
-    def describe_renames(self) -> list[dict[str, Any]]:
-        """Describe the unfinished renames of directories as plain data, for users."""
-        return self._renames.describe()
+    def _key(self, name: Name) -> str:
+        return self._inodes.key(name[0]) + name[1]
 
-    def pending_renames(self, key: str, *, hurry: bool = False) -> list[dict[str, Any]]:
-        """The unfinished renames at, above or below a key; with `hurry` they are retried now."""
-        below = key if not key or key.endswith("/") else key + "/"
-        if hurry:
-            self._renames.hurry(below)
-        return [renaming.pending() for renaming in self._renames.unfinished(below)]
-
-    async def rename(
-        self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
-    ) -> None:
+    async def rename(self, old: Name, new: Name, flags: int, caller: Caller) -> None:
         if flags & ~RENAME_NOREPLACE:
             raise OSError(errno.EINVAL, "an exchange cannot be done in one step")
-        if not names.is_expressible(new_name):
-            raise OSError(errno.EINVAL, new_name)
-        if (parent, name) == (to, new_name):
+        if old == new:
             return
-        if await self._find(parent, name) is None:
-            await self._rename_directory(parent, name, to, new_name, flags, caller)
+        if await self._find(*old) is None:
+            await self._rename_directory(old, new, flags, caller)
         else:
-            await self._rename_file(parent, name, to, new_name, flags, caller)
+            await self._rename_file(old, new, flags, caller)
 
-    async def _rename_file(
-        self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
-    ) -> None:
+    async def _rename_file(self, old: Name, new: Name, flags: int, caller: Caller) -> None:
         is_repeated = self._is_repeated(caller)
-        async with self._changing(caller, (parent, name), (to, new_name)):
-            entry, target = await self._find(parent, name), await self._find(to, new_name)
+        async with self._changing(caller, old, new):
+            entry, target = await self._find(*old), await self._find(*new)
             if isinstance(entry, Absent) and (isinstance(target, Absent) or not is_repeated):
-                raise OSError(errno.ENOENT, name)
+                raise OSError(errno.ENOENT, old[1])
             if entry is None:
                 raise OSError(errno.ESTALE, "another node has made it a directory")
             if not is_repeated:
-                await self._check_target(entry, target, to, new_name, flags)
+                await self._check_target(entry, target, new, flags)
             self._begin(caller)
-            await self._keep_directory(parent, name)
+            await self._keep_directory(*old)
             if target is None:
                 return  # an earlier process has renamed a directory by this very request
             is_new = bool(flags & RENAME_NOREPLACE)
             if is_new and is_repeated and not isinstance(target, Absent):
-                inode, key = parent.child(name), self._inodes.key(to) + new_name
-                is_new = inode is None or await self._made_before(inode, key) is None
-            replaced = self._replaced(to, new_name, is_repeated=is_repeated)
-            await self._move_file(
-                parent, name, to, new_name, entry, target, replaced, is_strict=is_new
-            )
-            old_key = self._inodes.key(parent) + name
-        renamed = to.child(new_name)
+                inode = old[0].child(old[1])
+                is_new = inode is None or await self._made_before(inode, self._key(new)) is None
+            replaced = self._replaced(new, is_repeated=is_repeated)
+            await self._move_file(old, new, entry, target, replaced, is_strict=is_new)
+            old_key = self._key(old)
+        renamed = new[0].child(new[1])
         if renamed is not None and renamed.staged is not None:
             await self._make_safe(renamed.staged, old_key)
 
     async def _rename_directory(
-        self, parent: Inode, name: str, to: Inode, new_name: str, flags: int, caller: Caller
+        self, name: Name, new_name: Name, flags: int, caller: Caller
     ) -> None:
         self._note_inherited()
         try:
-            async with self._prefix_lock.closed((parent, name), (to, new_name)) as closure:
+            async with self.prefix_lock.closed(name, new_name) as closure:
                 old, new = closure.targets()
                 if new.startswith(old):
                     raise OSError(errno.EINVAL, "a directory cannot be moved below itself")
-                entry, target = await self._find(parent, name), await self._find(to, new_name)
+                entry, target = await self._find(*name), await self._find(*new_name)
                 if isinstance(entry, Absent) and target is None and self._is_repeated(caller):
                     return
                 if isinstance(entry, Absent):
-                    raise OSError(errno.ENOENT, name)
+                    raise OSError(errno.ENOENT, name[1])
                 if entry is not None:
                     raise OSError(errno.ESTALE, "another node has made it a file")
                 if not self._is_repeated(caller):
-                    await self._check_target(entry, target, to, new_name, flags)
+                    await self._check_target(entry, target, new_name, flags)
                 self._begin(caller)
-                await self._keep_directory(parent, name)
+                await self._keep_directory(*name)
                 await self._end_requests_below(old, new)
-                renaming = await self._renames.begin(closure, has_replaced=target is None)
-                if not await self._renames.finish(renaming):
+                renaming = await self.renames.begin(closure, has_replaced=target is None)
+                if not await self.renames.finish(renaming):
                     raise OSError(errno.EIO, "the rename could not be done")
         finally:
             self._under_way.discard(caller.unique)
@@ -207,39 +184,36 @@ class NameChanges(CreateRemove):
         return self._writer.flusher.delay_s(staged, key) is not None
 
     async def _check_target(
-        self, entry: Entry | Absent, target: Entry | Absent, to: Inode, name: str, flags: int
+        self, entry: Entry | Absent, target: Entry | Absent, new: Name, flags: int
     ) -> None:
         if isinstance(target, Absent):
             if entry is None and flags & RENAME_NOREPLACE:
                 # The PUT of a file has a condition; a prefix can't have one.
-                await self._look_again(to, name)
+                await self._look_again(*new)
             return
         if flags & RENAME_NOREPLACE:
-            raise OSError(errno.EEXIST, name)
+            raise OSError(errno.EEXIST, new[1])
         if entry is None and target is not None:
-            raise OSError(errno.ENOTDIR, name)
+            raise OSError(errno.ENOTDIR, new[1])
         if entry is not None and target is None:
-            raise OSError(errno.EISDIR, name)
-        if target is None and not await self._is_empty(self._inodes.key(to) + name + "/"):
-            raise OSError(errno.ENOTEMPTY, name)
+            raise OSError(errno.EISDIR, new[1])
+        if target is None and not await self._is_empty(self._key(new) + "/"):
+            raise OSError(errno.ENOTEMPTY, new[1])
         if target is not None:
-            self._check_deleting(name)
+            self._check_deleting(new[1])
 
-    def _replaced(self, to: Inode, name: str, *, is_repeated: bool) -> Inode | None:
+    def _replaced(self, new: Name, *, is_repeated: bool) -> Inode | None:
         """The node that a rename replaces, or None; for a repeated request, by its staged file."""
         if is_repeated:
-            key = self._inodes.key(to) + name
             for staged in self._writer.staging:
-                if staged.key == key and not staged.is_unlinked:
+                if staged.key == self._key(new) and not staged.is_unlinked:
                     return staged.inode
-        return to.child(name)
+        return new[0].child(new[1])
 
     async def _move_file(
         self,
-        parent: Inode,
-        name: str,
-        to: Inode,
-        new_name: str,
+        old: Name,
+        new: Name,
         entry: ObjectInfo | Absent,
         target: ObjectInfo | Absent,
         replaced: Inode | None,
@@ -251,25 +225,27 @@ class NameChanges(CreateRemove):
         `entry` is ABSENT if nothing is left to be done in the bucket. With `is_strict` no object
         is replaced: EEXIST if there is one by now.
         """
-        old_key, new_key = self._inodes.key(parent) + name, self._inodes.key(to) + new_name
-        inode = parent.child(name)
+        old_key, new_key = self._key(old), self._key(new)
+        inode = old[0].child(old[1])
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._writer.not_staged(inode, replaced))
             described = await stack.enter_async_context(self._writer.deferred.taken(old_key))
             await stack.enter_async_context(self._writer.deferred.taken(new_key))
             staged = await self._held(stack, inode)
-            rival = await self._held_to_go(stack, replaced)
+            rival = await self._held(stack, replaced)
+            if rival is not None:
+                await staging_record.until_later(rival)  # the next record has a later time
             if not isinstance(entry, Absent):
-                entry = self._file_now(parent, name, entry)
+                entry = self._file_now(*old, entry)
             if not isinstance(target, Absent):
-                target = self._file_now(to, new_name, target)
+                target = self._file_now(*new, target)
             if isinstance(entry, Absent) and (inode is None or inode.info is None):
                 self._unanswered.confirm(old_key, None)
                 return
             there = None if isinstance(target, Absent) else target.etag or None
             known_etag = there if rival is None else rival.etag
             condition = IF_ABSENT if is_strict else Expect(known_etag)
-            made = await self._make(inode, staged, entry, described, to, new_name, condition)
+            made = await self._make(inode, staged, entry, described, new, condition)
             moved = {made.source.version: made.new} if made is not None else {}
             uncached = await self._mover.move_cached(moved)
             may_be_there = staged is None or self._may_be_there(staged)
@@ -284,7 +260,7 @@ class NameChanges(CreateRemove):
                 rival.state = FileState.UNLINKED
             if staged is not None:
                 self._stand_for_new_name(staged, made, known_etag)
-            self._mover.move_file(inode, parent, name, to, new_name, moved, uncached)
+            self._mover.move_file(inode, old, new, moved, uncached)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, made.new if made is not None else None)
         self._let_go(rival)
@@ -299,15 +275,14 @@ class NameChanges(CreateRemove):
         staged: StagedFile | None,
         entry: ObjectInfo | Absent,
         described: DeferredChange | None,
-        to: Inode,
-        new_name: str,
+        new: Name,
         condition: Condition,
     ) -> Made | None:
         """Copy or put a file under its new key; None if the rename needs no object there yet."""
         if isinstance(entry, Absent):
             # Probably an earlier process died during this rename, after the delete.
             assert inode is not None
-            source, key = inode.object, self._inodes.key(to) + new_name
+            source, key = inode.object, self._key(new)
             made = await self._store.head(key)
             if made.etag != source.etag:
                 self._refuse_undone(source.key)
@@ -319,8 +294,8 @@ class NameChanges(CreateRemove):
             if described is not None and not await self._writer.deferred.is_about(described, entry):
                 logger.warning("%s was replaced: its attributes are given up", entry.key)
                 meta = None
-            return Made(*await self._copy(entry, to, new_name, condition, meta))
-        return await self._make_staged(staged, to, new_name, condition)
+            return Made(*await self._copy(entry, new, condition, meta))
+        return await self._make_staged(staged, new, condition)
 
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
@@ -339,14 +314,14 @@ class NameChanges(CreateRemove):
             self._writer.uploads.note_uploaded(staged, made.new, made.sent)
 
     async def _make_staged(
-        self, staged: StagedFile, to: Inode, new_name: str, condition: Condition
+        self, staged: StagedFile, new: Name, condition: Condition
     ) -> Made | None:
         """As `_make`, for a staged file."""
         source, is_strict = staged.inode.object, condition == IF_ABSENT
         is_there = staged.etag == source.etag
         # The object of a reserved name is empty (exclusive.py), and a copy of it would be, too.
         is_reserved = is_there and staged.is_content_dirty and not source.size
-        new_key = self._inodes.key(to) + new_name
+        new_key = self._key(new)
         is_kept = staged.is_closed and self._waits_for_disk(staged, staged.key)
         is_put = (
             (is_kept or is_reserved)
@@ -357,10 +332,10 @@ class NameChanges(CreateRemove):
         if is_put or (is_strict and not is_there):
             sent = staged.meta_changes
             put = partial(self._writer.uploads.put_new, staged, new_key)
-            made = await (self._put_new(to, new_name, put) if is_strict else put(condition))
+            made = await (self._put_new(*new, put) if is_strict else put(condition))
             return Made(source, made, sent)
         if is_there and (is_strict or not is_reserved):
-            return Made(*await self._copy_staged(staged, source, to, new_name, condition))
+            return Made(*await self._copy_staged(staged, source, new, condition))
         return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
@@ -370,35 +345,27 @@ class NameChanges(CreateRemove):
         if rival is not None:
             self._writer.staging.unlink(rival)
 
-    async def _held_to_go(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """As `_held`, for a file about to be replaced: the next record will have a later time."""
-        staged = await self._held(stack, inode)
-        if staged is not None:
-            await staging_record.until_later(staged)
-        return staged
-
     async def _copy_staged(
-        self, staged: StagedFile, source: ObjectInfo, to: Inode, name: str, condition: Condition
+        self, staged: StagedFile, source: ObjectInfo, new: Name, condition: Condition
     ) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy the object of a held file, with the new attributes if only those have changed."""
         if staged.is_content_dirty or not staged.is_meta_dirty:
-            return await self._copy(source, to, name, condition, None)
+            return await self._copy(source, new, condition, None)
         changes = staged.meta_changes
-        copied = await self._copy(source, to, name, condition, staged.described())
+        copied = await self._copy(source, new, condition, staged.described())
         if copied[0] is source and staged.meta_changes == changes:
             staged.is_meta_dirty = False
         return copied
 
     async def _copy(
-        self, source: ObjectInfo, to: Inode, name: str, condition: Condition, meta: Meta | None
+        self, source: ObjectInfo, new: Name, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy an object, which an earlier attempt may have moved; return its version and the copy.
 
         The copy gets the attributes `meta`, or the object's if that is None. If the object is
         another version than `source` by now, that version is copied unchanged.
         """
-        prefix = self._inodes.key(to)
-        key = prefix + name
+        key = self._key(new)
         try:
             if self._unanswered.may_have_undone(source.key):
                 return await self._copy_expected(source, key, condition, meta)
@@ -410,7 +377,7 @@ class NameChanges(CreateRemove):
                     return source, await self._copy_marked(source, key, condition)
             return await copy_current(self._store, source, key, self._mover.is_dated, condition)
         except ExistsError:
-            self._directories.correct(self._directories.get(prefix), name, None)
+            self._correct(*new)
             raise
         except NotFoundError:
             if condition == IF_ABSENT:
@@ -481,7 +448,7 @@ class NameChanges(CreateRemove):
 
     def finish_switches(self) -> None:
         """Complete the switches (rename_job.py) of renames during which a process was killed."""
-        for renaming in self._renames.switches():
+        for renaming in self.renames.switches():
             self._mover.finish_move(renaming.old, renaming.new)
             self._unanswered.renamed_below(renaming.old)
 

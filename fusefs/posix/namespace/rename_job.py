@@ -10,14 +10,13 @@ Between the two, this mount's nodes and files get their new names, in one step o
 the *switch*. During the switch the record says *copying* and `is_switching`; after a kill
 the next process renames the nodes and files that were left out (`switches`).
 
-At every moment each file exists under its old or its new name. A rename that
-no request waits for is finished by the process that finds its record: a daemon that gets
-the last daemon's request again, or, after a crash of the machine, the next mount.
-Objects with a copy are not copied again (prefix_copy.py). This mount
-changes nothing below either prefix until then (nodes/prefix_lock.py), but other clients
-may: objects younger than `until_ns`, by the bucket's clock, are not deleted.
-A mount that was detached while programs used it finishes its own renames: two mounts would
-take each other's failures for the end of the rename, and delete the only objects left.
+At every moment each file exists under its old or its new name. A rename that no request waits for
+is finished by the process that finds its record: a daemon that gets the last daemon's request
+again, or, after a crash of the machine, the next mount. Objects with a copy are not copied again
+(prefix_copy.py). This mount changes nothing below either prefix until then (nodes/prefix_lock.py),
+but other clients may: objects younger than `until_ns`, by the bucket's clock, are not deleted. A
+mount that was detached while programs used it finishes its own renames: two mounts would take each
+other's failures for the end of the rename, and delete the only objects left.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ class Phase(enum.StrEnum):
 class RenameJob:
     """The recorded rename of one directory. The task that works on it holds `lock`.
 
-    `has_replaced`: there was an empty directory of the new name; `is_ours`: this process
-    began the rename. `since_ns` is its begin, and `until_ns` as in the record. `is_safe`: the
-    record of its phase is safe against a power cut. `known_at` is when this process began or
-    found it, in monotonic seconds.
+    The record's NUMBER is the time of its begin, in ns. `has_replaced`: there was an empty
+    directory of the new name; `is_ours`: this process began the rename. `until_ns` is as in the
+    record. `is_safe`: the record of its phase is safe against a power cut. `known_at` is when this
+    process began or found it, in monotonic seconds.
     """
 
     path: Path
@@ -89,10 +88,6 @@ class RenameJob:
     deleted: int = 0
     lock: trio.Lock = field(default_factory=trio.Lock)
     known_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def since_ns(self) -> int:
-        return int(self.path.stem)
 
     def pending(self) -> dict[str, Any]:
         """The rename as an entry for `fusefs sync`, like that of a file being uploaded."""
@@ -114,7 +109,7 @@ class RenameJob:
             "files": self.copies.total if self.copies is not None else 0,
             "copied": len(self.copies.made) if self.copies is not None else 0,
             "deleted": self.deleted,
-            "since_s": max(0.0, (time.time_ns() - self.since_ns) / 1e9),
+            "since_s": max(0.0, (time.time_ns() - int(self.path.stem)) / 1e9),
             "waiting": len(waiting),
             "waiting_keys": waiting[:MOST_NAMED],
         }
@@ -227,18 +222,17 @@ class RenameJobs:
         """Describe all unfinished renames as plain data."""
         return [job.describe(self._prefix_lock.waiting(job.closure)) for job in self._unfinished]
 
-    def unfinished(self, prefix: str) -> list[RenameJob]:
-        """The unfinished renames that concern a prefix, or one above or below it."""
-        return [
+    def pending(self, key: str, *, hurry: bool = False) -> list[dict[str, Any]]:
+        """The unfinished renames at, above or below a key; with `hurry` they are retried now."""
+        below = key if not key or key.endswith("/") else key + "/"
+        found = [
             job
             for job in self._unfinished
-            if any(one.startswith(prefix) or prefix.startswith(one) for one in (job.old, job.new))
+            if any(one.startswith(below) or below.startswith(one) for one in (job.old, job.new))
         ]
-
-    def hurry(self, prefix: str) -> None:
-        """Make `run` retry now the renames that concern a prefix."""
-        for job in self.unfinished(prefix):
+        for job in found if hurry else ():
             self._prefix_lock.retry(job.closure)
+        return [job.pending() for job in found]
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
         """Record a rename, safe against a power cut; `closure` stays closed until its end."""
@@ -298,7 +292,7 @@ class RenameJobs:
         The record is written before any such change can be acknowledged, and made safe against
         a power cut before any object is deleted.
         """
-        job.until_ns = copies.newest_source_ns()
+        job.until_ns = max((info.mtime_ns for info in copies.sources.values()), default=0)
         self._note(job, is_switching=True)
         yield
         job.phase = Phase.DELETING

@@ -1,18 +1,16 @@
 """Inode numbers: st_ino belongs to one file, whichever name it has, and to no other file.
 
-The number of a file that is new to this mount is a hash of its directory's number and its
-name, the same after every mount and on any machine. As the directory's number is part of
-the hash, the numbers below a renamed directory stay, and the files below a new directory
-of the same name get other numbers.
+The number of a file that is new to this mount is a hash of its directory's number and its name, the
+same after every mount and on any machine. So the numbers below a renamed directory stay, and the
+files below a new directory of the same name get other numbers.
 
-The hash is also the *place* of a name. A rename or a removal leaves a record for the place:
-the number of the file that has the name now, or SPENT if the file of that number is gone or
-elsewhere. The next file of a SPENT name gets an unused number from the counter of the node
-ids. The records are in the journal, so the next daemon has them.
+The hash is also the *place* of a name. A rename or a removal leaves a record for the place: the
+number of the file that has the name now, or SPENT if the file of that number is gone or elsewhere.
+The next file of a SPENT name gets an unused number from the counter of the node ids. The records
+are in the journal, for the next daemon.
 
-The number of records is limited. The oldest records of files that the kernel does not know
-are dropped: such a file gets the hash of its place again, but never the number of a file
-that a program may have open.
+Beyond MOST_RECORDS the oldest records of files that the kernel does not know are dropped: such a
+file gets the hash of its place again, but never the number of a file that a program may have open.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import errno
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
@@ -42,6 +43,10 @@ class FileHandle:
     readahead: Readahead | None = None
     fetched: int = 0
 
+    @property
+    def mode(self) -> int:
+        return PASSTHROUGH if self.backing_id else SERVED
+
 
 @dataclass(slots=True, eq=False)
 class DirectoryHandle:
@@ -52,6 +57,9 @@ class DirectoryHandle:
     offsets: the kernel may have passed only the first of them to the program.
     """
 
+    flags: ClassVar[int] = 0
+    mode: ClassVar[int] = DIRECTORY
+    backing_id: ClassVar[int] = 0
     fh: int
     inode: Inode
     generation: int
@@ -103,7 +111,7 @@ class HandleTable:
         handle = FileHandle(self.next_fh, inode, version, file, backing_id, flags, unique)
         self.next_fh += 1
         self.add_file(handle)
-        self.log_file(handle)
+        self.log(handle)
         return handle
 
     def add_file(self, handle: FileHandle) -> None:
@@ -114,11 +122,9 @@ class HandleTable:
         else:
             handle.inode.served += 1
 
-    def log_file(self, handle: FileHandle) -> None:
-        mode = PASSTHROUGH if handle.backing_id else SERVED
-        self._log.opened(
-            handle.unique, handle.fh, handle.inode.nodeid, handle.flags, mode, handle.backing_id
-        )
+    def log(self, handle: FileHandle | DirectoryHandle) -> None:
+        opened = handle.unique, handle.fh, handle.inode.nodeid
+        self._log.opened(*opened, handle.flags, handle.mode, handle.backing_id)
 
     def close_file(self, fh: int, *, is_logged: bool = False) -> FileHandle | None:
         """Remove and return a handle; None if it is unknown (a RELEASE may come twice)."""
@@ -149,11 +155,8 @@ class HandleTable:
         self.next_fh += 1
         self.directories[handle.fh] = handle
         inode.served += 1
-        self.log_directory(handle)
+        self.log(handle)
         return handle
-
-    def log_directory(self, handle: DirectoryHandle) -> None:
-        self._log.opened(handle.unique, handle.fh, handle.inode.nodeid, 0, DIRECTORY, 0)
 
     def close_directory(self, fh: int) -> DirectoryHandle | None:
         handle = self.directories.pop(fh, None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from fusefs.cache.cached_file import CacheFile
-from fusefs.posix.journal.records import LoggedNode
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.object_metadata import NONE_SET, Form, Meta
 from fusefs.store.interface import ObjectInfo, UploadState
@@ -88,15 +88,14 @@ class Attributes:
 class Inode:
     """The inode of one node id; there is one for each name that the kernel knows.
 
-    `info` is the object version (None for a directory); `children` holds the
-    current inode of each name (None for a file). `served` and `passthrough`
-    count the open handles in each mode: one of them is always zero, because
-    the kernel refuses to mix them in one inode. A directory's handles are all served,
-    and its `marks` are the positions that the offsets of its entries refer to, with their
-    numbers (offsets.py). Opens trust the inode to be the current one of its name until
-    `valid_until`, and the kernel shows its attributes until `shown_until`, both in seconds of
-    the monotonic clock. `looked_up`: the kernel has looked the name up since the last open, and
-    the bucket has answered. `packed` is the session's own form of the attributes.
+    `info` is the object version (None for a directory); `children` holds the current inode of each
+    name (None for a file). `served` and `passthrough` count the open handles in each mode: one of
+    them is always zero, because the kernel refuses to mix them in one inode. A directory's handles
+    are all served, and its `marks` are the positions that the offsets of its entries refer to, with
+    their numbers (offsets.py). Opens trust the inode to be the current one of its name until
+    `valid_until`, and the kernel shows its attributes until `shown_until`, both in seconds of the
+    monotonic clock. `looked_up`: the kernel has looked the name up since the last open, and the
+    bucket has answered. `packed` is the session's own form of the attributes.
 
     `is_removed`: this mount removed the file's name, or gave it to another file. The nodes of
     such a file may be open in different versions; one of them is the `lead` of the others,
@@ -162,11 +161,10 @@ class Inode:
     def _names(self) -> int:
         return 1 if self.links is None else len(self.links.nodes)
 
-    def logged(self) -> LoggedNode:
-        """The node's record in the journal."""
+    def log_to(self, log: Journal) -> None:
         parent = self.parent.nodeid if self.parent is not None else 0
-        ids = self.nodeid, parent, self.ino
-        return LoggedNode(*ids, self.name, self.nlookup, self.info, self.entries_changed_ns)
+        named = self.ino, self.name, self.nlookup
+        log.node(self.nodeid, parent, *named, self.info, self.entries_changed_ns)
 
     def child(self, name: str) -> Inode | None:
         """The current node of a name in this directory; None if the kernel does not know it."""

@@ -1,15 +1,13 @@
 """The node table: the inodes of all node ids that the kernel knows.
 
-A node id stands for one content. A file's content is one version of one object, so
-when another client has replaced the object, the name gets a new node id, and
-the old one stays for the handles that hold it; `ino`, which programs see
-as st_ino, belongs to the file and stays the same (file_numbers.py). Node ids are
+A node id stands for one content. A file's content is one version of one object, so when another
+client has replaced the object, the name gets a new node id, and the old one stays for the handles
+that hold it; `ino`, which programs see as st_ino, stays the file's (file_numbers.py). Node ids are
 never used twice while mounted.
 
-Each inode counts how often the kernel got its id (`nlookup`) and is removed
-when the kernel has forgotten the id as often. Each change of the table is written to
-the journal before the reply that tells the kernel about it, so that the next
-process can continue with the same ids.
+Each inode counts how often the kernel got its id (`nlookup`), and is removed when the kernel has
+forgotten the id as often. Each change is written to the journal before the reply that tells the
+kernel about it, so that the next process can continue with the same ids.
 
 The table belongs to the event loop; nothing here waits.
 """
@@ -145,7 +143,7 @@ class InodeTable:
                     inode.meta = None  # another client may have changed the mode, say
                 inode.info = info
                 inode.packed = None
-                self._log.node(inode.logged())
+                inode.log_to(self._log)
                 return inode
             self.mark_replaced(inode)
         linked = None
@@ -173,7 +171,7 @@ class InodeTable:
         inode.shown_until = max(valid_until, time.monotonic() + FIRST_S)
         inode.looked_up = was_asked
         if inode.nlookup == 1:
-            self._log.node(inode.logged())
+            inode.log_to(self._log)
         else:
             self._log.count(inode.nodeid, inode.nlookup)
 
@@ -213,7 +211,7 @@ class InodeTable:
         """Make an inode stand for another version of its object from now on."""
         inode.info = info
         inode.packed = None
-        self._log.node(inode.logged())
+        inode.log_to(self._log)
 
     def create(self, parent: Inode, name: str, info: ObjectInfo) -> Inode:
         assert parent.children is not None
@@ -294,7 +292,7 @@ class InodeTable:
     def _renumber(self, inode: Inode, number: int | None) -> None:
         inode.ino = self._new_id() if number is None else number
         self.numbers.give(inode, inode.ino)
-        self._log.node(inode.logged())
+        inode.log_to(self._log)
         self._show(inode)
 
     def _show(self, inode: Inode) -> None:
@@ -311,7 +309,7 @@ class InodeTable:
         if directory.entries_changed_ns != changed_ns:
             directory.entries_changed_ns = changed_ns
             directory.packed = None
-            self._log.node(directory.logged())
+            directory.log_to(self._log)
 
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
@@ -339,7 +337,7 @@ class InodeTable:
         if inode.info is not None:
             self.follow(inode, copies.get(inode.info.version), key)
         inode.packed = None
-        self._log.node(inode.logged())
+        inode.log_to(self._log)
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
         """Give an inode another key, and the version of the copy there (None: unknown)."""

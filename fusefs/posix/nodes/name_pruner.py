@@ -1,11 +1,10 @@
 """A limit on the names that the kernel remembers.
 
-Each name that the kernel knows costs an inode of about 1 KiB here, until the
-kernel forgets the name, which it does only when its own memory is short. So the
-names have a limit: beyond it a notification makes the kernel drop the oldest names
-that are not in use (FUSE_NOTIFY_PRUNE, Linux 6.18), which it answers with
-FORGET. A dropped name is looked up again when it is used again. Listings, which
-show a hundred thousand names a second, give the kernel no inodes while there are
+Each name that the kernel knows costs an inode of about 1 KiB here, until the kernel forgets the
+name, which it does only when its own memory is short. So the names have a limit: beyond it a
+notification makes the kernel drop the oldest names that are not in use (FUSE_NOTIFY_PRUNE, Linux
+6.18), which it answers with FORGET. A dropped name is looked up again when it is used again.
+Listings, which show a hundred thousand names a second, give the kernel no inodes while there are
 too many (`InodeTable.is_full`).
 
 Older kernels have no notification for this that is safe from a deadlock with this

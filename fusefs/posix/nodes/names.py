@@ -10,10 +10,9 @@ file name can express are hidden, and listings count them:
 - `.fusefs-probe`, with which mounts test the store's capabilities (this one is not counted);
 - a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
 
-Directory positions: entries are ordered by `name + "/"`, whether they are
-files or directories. S3 orders keys by their bytes, and so directories (which
-end in `/`) in just this order; a file gets the position of a directory of
-the same name, so that the directory can hide the file.
+Directory positions: entries are ordered by `name + "/"`, whether they are files or directories. S3
+orders keys by their bytes, and so directories (which end in `/`) in just this order; a file gets
+the position of a directory of the same name, so that the directory can hide the file.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import enum
 import json
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -110,6 +111,11 @@ class Meta:
         ).as_metadata()
         size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in metadata.items())
         return size + len(_HEADER_PREFIX) + CHANGE_SIZE <= METADATA_LIMIT
+
+
+def process_default() -> Meta:
+    """This process's default attributes for a file whose object has none."""
+    return Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
 
 
 def has_attributes_in(metadata: Mapping[str, str]) -> bool:

@@ -246,10 +246,6 @@ class Reader(MountPart):
                     raise
                 # The object was renamed meanwhile: try its new key.
 
-    def closed(self, handle: FileHandle) -> None:
-        """Drop the bytes kept for a handle that is closed."""
-        self._downloader.unkept.drop(handle)
-
 
 def _read_what_is_there(fd: int, offset: int, size: int) -> bytes:
     """Read up to `size` bytes, fewer only at the file's end. Blocks."""
@@ -265,10 +261,7 @@ def read_fully(fd: int, offset: int, size: int) -> bytes:
     Raises:
         OSError: the disk failed, or the file is shorter than it was.
     """
-    data = os.pread(fd, size, offset)
-    while len(data) < size:
-        more = os.pread(fd, size - len(data), offset + len(data))
-        if not more:
-            raise OSError(errno.EIO, "the cache file is too short")
-        data += more
+    data = _read_what_is_there(fd, offset, size)
+    if len(data) < size:
+        raise OSError(errno.EIO, "the cache file is too short")
     return data

@@ -1,11 +1,10 @@
 """Streams of directory entries: READDIR and READDIRPLUS, from listings.
 
-An offset tells the name behind which a stream continues (nodes/offsets.py), in the
-latest listing. Entries are shown with their attributes if these are known. On a writable
-mount each may need a HEAD: then only names are shown, if the session can do so, after
-HEADs of the first few have shown if the others need any
-(see posix/directory/head_policy.py). Only names are shown as well while the kernel knows
-the most nodes that it may: a directory of millions would need a node for each entry
+An offset tells the name behind which a stream continues (nodes/offsets.py), in the latest listing.
+Entries are shown with their attributes if these are known. On a writable mount each may need a
+HEAD: then only names are shown, if the session can do so, after HEADs of the first few have shown
+if the others need any (see posix/directory/head_policy.py). Only names are shown as well while the
+kernel knows the most nodes that it may: a directory of millions would need a node for each entry
 (nodes/name_pruner.py).
 """
 

@@ -9,12 +9,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.journal.records import KernelState, LoggedHandle
-from fusefs.posix.nodes.handles import (
-    PASSTHROUGH,
-    SERVED,
-    DirectoryHandle,
-    FileHandle,
-)
+from fusefs.posix.nodes.handles import PASSTHROUGH, SERVED, DirectoryHandle, FileHandle
 from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.inode_table import ROOT_ID, InodeTable, choose_lead
 from fusefs.posix.operations import Operations
@@ -54,7 +49,9 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     if operations.writer is not None:
         recovery.drop_unneeded(operations.writer)
     for nodeid, pid in state.stale:
-        operations.recall_stale(nodeid, pid)
+        # The process got ESTALE for the node, and has not looked the name up since.
+        if (opened := operations.inodes.find(nodeid)) is not None:
+            operations.opener.redirects.recall(opened, pid)
     for inode in operations.inodes.all():
         operations.inodes.drop_unknown(inode)  # unless the kernel or an open stream needs it
     operations.handles.next_fh = state.next_fh

@@ -1,11 +1,10 @@
 """Finds at the start the uploads that earlier mounts have left, and completes them.
 
-A mount that ended before the bucket had all changes leaves its staging
-directory behind (posix/write/staging.py). A file that a program had
-closed, or was closing, is staged again under its name and uploaded; if
-another client has replaced the object meanwhile, the file is uploaded beside it. A file
-that no program had closed yet, for example because of a power cut, is left where it
-is, and the log says where.
+A mount that ended before the bucket had all changes leaves its staging directory behind
+(posix/write/staging.py). A file that a program had closed, or was closing, is staged again under
+its name and uploaded; if another client has replaced the object meanwhile, the file is uploaded
+beside it. A file that no program had closed yet, for example because of a power cut, is left where
+it is, and the log says where.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,16 +26,10 @@ from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.inode import FileState, Inode, StagedFile
 from fusefs.posix.nodes.names import split_key
-from fusefs.posix.nodes.object_metadata import Meta
+from fusefs.posix.nodes.object_metadata import process_default
 from fusefs.posix.write import aborts, removals
 from fusefs.posix.write.staging import SOURCE
-from fusefs.posix.write.staging_record import (
-    is_uploaded,
-    load,
-    on_record,
-    remove_unrecorded,
-    write,
-)
+from fusefs.posix.write.staging_record import is_uploaded, load, on_record, remove_unrecorded, write
 from fusefs.posix.write.writer import Writer
 from fusefs.store.interface import ObjectInfo
 
@@ -63,7 +55,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
             return 0
         try:
             # This directory has to survive a power cut before files are moved into it.
-            writer.staging.names.sync()
+            writer.staging.sync_names()
         except OSError as error:
             logger.error("%s is left to a later mount: %s", directory, error.strerror)
             return 0
@@ -82,7 +74,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
     """Take over the attributes left by an earlier process; False if some are outside the prefix."""
-    changes = deferred_attributes.load(directory, _default())
+    changes = deferred_attributes.load(directory, process_default())
     ours = [change for change in changes if change.key.startswith(writer.inodes.prefix)]
     writer.deferred.adopt(ours, is_on_record=is_on_record)
     if len(ours) == len(changes):
@@ -129,7 +121,7 @@ def adopt_logs(writer: Writer, directory: Path) -> list[str]:
     is_own = directory == writer.staging.directory
     done = []
     for name, adopt_all in _LOGS.items():
-        if not is_own and name == removals.NAME and not writer.may_delete:
+        if not is_own and name == removals.NAME and not writer.rules.may_delete:
             continue
         try:
             if adopt_all(writer, directory, is_on_record=is_own):
@@ -261,7 +253,7 @@ def _adopt_attributes_of(
     if not key.startswith(writer.inodes.prefix):
         return False
     size, mtime_ns = record["attributes"]
-    meta = object_metadata.read(record["metadata"], _default()).changed(mtime_ns=mtime_ns)
+    meta = object_metadata.read(record["metadata"], process_default()).changed(mtime_ns=mtime_ns)
     info = ObjectInfo(key, size, record["etag"], mtime_ns)
     try:
         if _younger(writer, key) is None:
@@ -272,11 +264,6 @@ def _adopt_attributes_of(
         logger.warning("%s has attributes for a later mount: %s", path, error.strerror)
         return False
     return True
-
-
-def _default() -> Meta:
-    """Default attributes for a file whose object has none."""
-    return Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
 
 
 def _link(path: Path, new: Path) -> None:

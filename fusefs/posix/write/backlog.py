@@ -10,10 +10,9 @@ import trio
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.names import is_at_or_below
-from fusefs.posix.write.flush import Flusher
+from fusefs.posix.write.flush import Flusher, pause_s
 from fusefs.posix.write.removals import Removal
 from fusefs.posix.write.staging import Staging
-from fusefs.posix.write.upload_times import pause_s
 from fusefs.store.errors import CredentialsError
 from fusefs.telemetry.activity import ACTIVITY
 

@@ -1,19 +1,16 @@
 """O_EXCL: the bucket decides that a file is new, at its creation or with its content.
 
-Two nodes that create one name with O_EXCL must not both succeed, and only the
-bucket can decide between them. A *reservation*, an empty object that is PUT
-with `If-None-Match: *` before the creation returns, decides at once, which
-programs need that use the file as a lock. Programs that unpack and copy (tar,
-cp, rsync) create every file with O_EXCL as well; a second PUT for each would be
-wasted, and other nodes would see an empty file first. For such files the PUT of the
-content decides, which has the same condition. If another object is there by
-then, `close` and `fsync` fail with EEXIST.
+Two nodes that create one name with O_EXCL must not both succeed, and only the bucket can decide
+between them. A *reservation*, an empty object that is PUT with `If-None-Match: *` before the
+creation returns, decides at once, for programs that use the file as a lock. Programs that unpack
+and copy (tar, cp, rsync) create every file with O_EXCL as well, where a second PUT would be wasted,
+and other nodes would see an empty file first. There the PUT of the content has the condition and
+decides; if another object is there by then, `close` and `fsync` fail with EEXIST.
 
-A creation is not reserved if the name is no lock's and is not known to exist, and
-either this mount made the directory not long ago, or the process has just written
-other files that are larger than a lock file. A file that stays open and small for a
-second is reserved then, so that other nodes see it. A name with a random part, as
-mkstemp(3) chooses it, is never reserved: no other node creates it.
+A creation is not reserved if the name is no lock's and is not known to exist, and either this mount
+made the directory not long ago, or the process has just written other files that are larger than a
+lock file. A file that stays open and small for a second is reserved then, so that other nodes see
+it. A name with a random part (mkstemp(3)) is never reserved: no other node creates the same.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """FLUSH, FSYNC and RELEASE of staged files, and the return of their contents to the cache.
 
-FLUSH (close) and FSYNC of a changed file return when the bucket has the file. If its path
-has local durability, they return when content and record are safe on the local disk; so
-does the close of a temporary file, which its rename sends under its last
-name (temporary_names.py). Only closes by a process that has written to the file wait;
-closes by others, which have merely inherited a descriptor, do not. A
-shell that redirects (`cmd > file`) opens, duplicates and closes before any program
-writes: if no process has written to the file, a close waits, as that of
-`touch` must, unless the process or its child has another descriptor of the file, whose
-close will follow. uploader.py sends the file. If the upload fails, the close fails with its
-error, and the staged file is sent again until that succeeds. Once no program has the
-file open, its content becomes the cached copy of the uploaded version.
+FLUSH (close) and FSYNC of a changed file return when the bucket has the file. If its path has local
+durability, they return when content and record are safe on the local disk; so does the close of a
+temporary file, which its rename sends under its last name (temporary_names.py). Only closes by a
+process that has written to the file wait; closes by others, which have merely inherited a
+descriptor, do not. A shell that redirects (`cmd > file`) opens, duplicates and closes before any
+program writes: if no process has written to the file, a close waits, as that of `touch` must,
+unless the process or its child has another descriptor of the file, whose close will follow.
+uploader.py sends the file. If the upload fails, the close fails with its error, and the staged file
+is sent again until that succeeds. Once no program has the file open, its content becomes the cached
+copy of the uploaded version.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from contextlib import suppress
 
 import trio
@@ -38,7 +38,6 @@ from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.posix.write.staging_record import may_tell_uploaded
-from fusefs.posix.write.upload_times import AppendRuns
 from fusefs.posix.write.uploader import AHEAD, Uploader
 from fusefs.settings.types import Durability
 from fusefs.store.errors import StoreError
@@ -59,6 +58,54 @@ TEMPORARY_S = 5.0
 MAPPED_S = 2.0
 # The pause between attempts to undo a rewrite while a directory's rename is in the way.
 UNDO_S = 2.0
+# Together with RETRY_S of backlog.py this is a minute.
+EVERY_S = 55.0
+# A large file that changes all the time is sent at this rate, in bytes a second.
+RATE = 1 << 20
+# This many closes of a run wait for the bucket.
+WAITING = 4
+# An upload of a run is delayed by GROWTH times the run's age, but by SHORTEST_S at least.
+GROWTH = 3
+SHORTEST_S = 1.0
+MOST_RUNS = 1000
+
+
+def pause_s(size: int) -> float:
+    """Seconds between a change of a file of `size` bytes and its upload while programs use it."""
+    return max(EVERY_S, size / RATE)
+
+
+class AppendRuns:
+    """The files that programs open, append to and close again and again. For the event loop.
+
+    The first closes of such a run wait for the bucket, and later ones wait for the local disk
+    alone. An upload sends the whole file; as the pauses grow with the run, all uploads of a run
+    send about twice the bytes of the last one.
+    """
+
+    def __init__(self) -> None:
+        # By node id: the number of closes, the times of the first and last one in trio's seconds.
+        self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
+
+    def closed(self, staged: StagedFile) -> float | None:
+        """Note a close; return the seconds until the upload, or None if the close waits for it."""
+        nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
+        count, begun, last = self._runs.pop(nodeid, (0, now, now))
+        start = staged.appended_from if staged.etag is not None else None
+        if start is None or size <= start:
+            return None
+        if now - last > pause_s(size):
+            count, begun = 0, now
+        self._runs[nodeid] = count + 1, begun, now
+        if len(self._runs) > MOST_RUNS:
+            self._runs.popitem(last=False)
+        if count < WAITING:
+            return None
+        return min(max(GROWTH * (now - begun), SHORTEST_S), pause_s(size))
+
+    def forget(self, staged: StagedFile) -> None:
+        """End a file's run, as another node appends, too: its next closes wait for the bucket."""
+        self._runs.pop(staged.inode.nodeid, None)
 
 
 class Flusher(MountPart):
@@ -226,7 +273,7 @@ class Flusher(MountPart):
         if delay_s is not None:
             await staged_sums.note(staged)
             await self._staging.make_safe(staged)
-            self.uploads.closes.note()
+            self.uploads.note_closed()
             self.uploads.start(staged, delay_s)
             return
         try:
@@ -399,12 +446,7 @@ class Flusher(MountPart):
             if staged.backing is not None:
                 self._staging.drop_base(staged)  # the file itself has all bytes
             is_taken = self._cache.adopt_uploaded(
-                inode.info.version,
-                staged.path,
-                staged.fd,
-                own,
-                inode.info.crc32,
-                staged.backing,
+                inode.info.version, staged.path, staged.fd, own, inode.info.crc32, staged.backing
             )
         if inode.passthrough and not is_taken:
             return  # all handles of the node need the same file

@@ -75,10 +75,9 @@ CLOCKS_NS = 60_000_000_000
 class Removal:
     """One object that is to be deleted.
 
-    `since` is in trio's seconds, `removed_ns` is the time of the program's call by this
-    machine's clock, and `error` the error of the last request.
-    `attempted` is set after the next request, which is a part of `work`; setting `hurry`
-    makes a retry start now.
+    `since` is in trio's seconds, `removed_ns` is the time of the program's call by this machine's
+    clock, and `error` the error of the last request. `attempted` is set after the next request,
+    which is a part of `work`; setting `hurry` makes a retry start now.
     """
 
     key: str

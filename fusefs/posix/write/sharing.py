@@ -1,12 +1,11 @@
 """Cache files that become staged files, because the kernel reads them for programs.
 
-A passthrough handle reads one file until it is closed, and so does a mapping: they
-never see bytes that are written to another file. So a cache file that they
-read is taken out of the cache (cache/handover.py) and written in place. From then on
-all opens of its node are for passthrough, as the kernel refuses to mix the
-modes; handles for writing have FOPEN_DIRECT_IO as well, so that their reads
-and writes still come here, and only mappings do not. Stores through a mapping show
-in the file's modification time, and are uploaded at close, or after munmap.
+A passthrough handle reads one file until it is closed, and so does a mapping: they never see bytes
+that are written to another file. So a cache file that they read is taken out of the cache
+(cache/handover.py) and written in place. From then on all opens of its node are for passthrough, as
+the kernel refuses to mix the modes; handles for writing have FOPEN_DIRECT_IO as well, so that their
+reads and writes still come here, and only mappings do not. Stores through a mapping show in the
+file's modification time, and are uploaded at close, or after munmap.
 
 A cache file with other users is not taken out: a file that another mount uses, that
 handles of another node read through the daemon (opened before the file was whole), or

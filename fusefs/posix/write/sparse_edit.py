@@ -1,11 +1,10 @@
 """Edits of large objects without downloading them.
 
-The staging file is as long as the object and empty (sparse); it holds the bytes that
-programs write, and the object provides the others. A page that is written in part, or
-read, is downloaded from the object first, through the cache. At the upload, the parts
-that no program wrote to are copied on the server. An upload whose answer was lost may
-have replaced the object; the new object has the same bytes where the file has none, so
-it becomes the base instead.
+The staging file is as long as the object and empty (sparse); it holds the bytes that programs
+write, and the object provides the others. A page that is written in part, or read, is downloaded
+from the object first, through the cache. At the upload, the parts that no program wrote to are
+copied on the server. An upload whose answer was lost may have replaced the object; the new object
+has the same bytes where the file has none, so it becomes the base instead.
 
 posix/nodes/edit_base.py records which bytes the file has. Callers hold the file's lock.
 """
@@ -20,13 +19,7 @@ import trio
 
 from fusefs.cache.downloader import Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
-from fusefs.posix.nodes.edit_base import (
-    IN_PARTS,
-    PAGE,
-    EditBase,
-    has_small_holes,
-    page_edges,
-)
+from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase, has_small_holes, page_edges
 from fusefs.posix.types import find
 from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
-import stat
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -49,41 +46,12 @@ LARGEST = 5 << 40
 SOURCE = "source"
 
 
-class DirectorySync:
-    """The fsync of a directory. Threads that need it at the same time share one call.
-
-    The first call also makes safe what recovery needs to find the directory: its
-    path, and the file that names the bucket.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._wanted = itertools.count(1)
-        self._begun = self._done = 0
-
-    def sync(self) -> None:
-        """Make all names that the directory has now safe against a power cut. Blocks."""
-        mine = self._begun = next(self._wanted)
-        with self._lock:
-            if self._done >= mine:
-                return
-            begun = self._begun
-            if self._done:
-                files.sync(self._directory)
-            else:
-                files.sync(self._directory / SOURCE)
-                files.sync_directory(str(self._directory))
-            self._done = begun
-
-
 class Staging:
     """All staged files of one mount, by node id.
 
-    `source` names the files' bucket; `limit` is the most bytes to hold,
-    and `charged` the number of bytes held. `cache` has the objects that are edited.
-    The files' records include the tokens of `unanswered` changes.
-    Methods that write to the disk raise OSError if it is full or fails.
+    `source` names the files' bucket; `limit` is the most bytes to hold, and `charged` the number of
+    bytes held. `cache` has the objects that are edited. The files' records include the tokens of
+    `unanswered` changes. Methods that write to the disk raise OSError if it is full or fails.
     """
 
     def __init__(
@@ -110,7 +78,8 @@ class Staging:
         # Locked as long as a process uses the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         files.try_lock(self._lock)
-        self.names = DirectorySync(directory)
+        # True once the directory and the file that names the bucket survive a power cut.
+        self._is_findable = False
 
     def __iter__(self) -> Iterator[StagedFile]:
         return iter(list(self._files.values()))
@@ -382,8 +351,21 @@ class Staging:
             staging_record.write(staged.path, record, is_safe=True)
         elif staged.is_named:
             return
-        self.names.sync()
+        self.sync_names()
         staged.is_named = True
+
+    def sync_names(self) -> None:
+        """Make all names that the directory has now safe against a power cut. Blocks.
+
+        The first call also makes safe what recovery needs to find the directory: its path, and
+        the file that names the bucket. Several threads may call this at once.
+        """
+        if self._is_findable:
+            files.sync(self.directory)
+            return
+        files.sync(self.directory / SOURCE)
+        files.sync_directory(str(self.directory))
+        self._is_findable = True
 
     def restore(self, inode: Inode) -> StagedFile | None:
         """Restore the file that an earlier process staged for a node; None if there is none."""
@@ -397,8 +379,7 @@ class Staging:
 
     def take_up(self, inode: Inode, fd: int, record: Mapping[str, Any]) -> StagedFile:
         """Make an open file with a record the staged file of a node."""
-        default = Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
-        known = meta.read(record["metadata"], default).changed(mtime_ns=None)
+        known = meta.read(record["metadata"], meta.process_default()).changed(mtime_ns=None)
         staged = StagedFile(inode, self._path(inode), fd, known, record["etag"])
         if record["is_unlinked"]:
             staged.state = FileState.UNLINKED

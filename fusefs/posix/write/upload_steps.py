@@ -1,10 +1,9 @@
 """The requests that upload a staged file: one PUT, a multipart upload, or a copy on the server.
 
-Changed attributes alone are sent as a copy of the object onto itself. A large
-file is sent in parts; its upload is recorded before its first part, so that
-another process can continue it: parts that the bucket has and that still match the
-file are not sent again. For an edited object, parts that no program wrote to
-are copied on the server.
+Changed attributes alone are sent as a copy of the object onto itself. A large file is sent in
+parts; its upload is recorded before its first part, so that another process can continue it: parts
+that the bucket has and that still match the file are not sent again. For an edited object, parts
+that no program wrote to are copied on the server.
 
 A content that programs have written from scratch (O_TRUNC) replaces whatever the bucket
 has (`Expect`, by the store). Any other content is built on one object, and is sent

@@ -1,9 +1,8 @@
 """The upload tasks of staged files: their start, cancellation and outcome.
 
-Each upload is a task of its own, which continues if a request that waits for it is
-cancelled (as its program is killed in a close). The task holds the file's lock, so
-that writes wait and no object is a mix of two contents. upload_steps.py sends
-the requests.
+Each upload is a task of its own, which continues if a request that waits for it is cancelled (as
+its program is killed in a close). The task holds the file's lock, so that writes wait and no object
+is a mix of two contents. upload_steps.py sends the requests.
 
 A file that is written from its start on is sent while it grows: each
 part as soon as it is full, so that close has to wait for the last parts only.
@@ -33,7 +32,6 @@ from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.upload_steps import CREATED_BY, UploadSteps, content_type
-from fusefs.posix.write.upload_times import RecentCloses
 from fusefs.store.contract import Store
 from fusefs.store.errors import (
     ConflictError,
@@ -54,6 +52,10 @@ AHEAD = 16 << 20
 CREDENTIALS_S = 5.0
 # An upload that waits for changes to stop waits for at most this many delays.
 LONGEST_DELAYS = 5
+# A program that writes small files closes one every few milliseconds.
+QUIET_S = 0.2
+# The first pause between two looks whether programs still close file after file.
+LOOK_S = 1.0
 # After this many conflicts with other clients' objects an upload fails; it is retried later.
 MOST_CONFLICTS = 20
 # The time limit for the upload of an open file: writes to the file wait meanwhile.
@@ -126,8 +128,8 @@ class Uploader(UploadSteps):
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
-        # The closes of files that are safe on the local disk, and uploaded later.
-        self.closes = RecentCloses(writing.nursery)
+        # When QUIET_S has passed since the last close of a file that is uploaded later (trio's s).
+        self._quiet_at = 0.0
 
     # Starting and waiting
 
@@ -258,18 +260,21 @@ class Uploader(UploadSteps):
 
         Uploads would take processor time from that program. `hurry` ends the wait.
         """
-        begun = trio.current_time()
+        begun, look_s = trio.current_time(), LOOK_S
+        last = begun + LONGEST_DELAYS * delay_s
         while not attempt.hurry.is_set():
-            last = begun + LONGEST_DELAYS * delay_s
+            now = trio.current_time()
             due = min(max(begun, staged.described_at) + delay_s, last)
-            if due > trio.current_time():
-                with trio.move_on_at(due):
-                    await attempt.hurry.wait()
-                continue
-            is_due = last <= trio.current_time() or self._staging.is_filling
-            if is_due or not self.closes.is_busy:
-                return
-            await self.closes.wait_for_pause(attempt.hurry, last)
+            if due <= now:
+                if last <= now or self._quiet_at <= now or self._staging.is_filling:
+                    return
+                due, look_s = min(now + look_s, last), 2 * look_s
+            with trio.move_on_at(due):
+                await attempt.hurry.wait()
+
+    def note_closed(self) -> None:
+        """Note the close of a file that is safe on the local disk, and uploaded later."""
+        self._quiet_at = trio.current_time() + QUIET_S
 
     @asynccontextmanager
     async def _locked_to_send(self, staged: StagedFile) -> AsyncIterator[None]:

@@ -1,9 +1,8 @@
 """Writes to files: a content is staged on the local disk, and uploaded whole.
 
-While a file is staged every handle of its node reads the staged content, so
-readers on this mount see writes at once. If the kernel reads a cache file
-for a program, that file itself is staged (sharing.py), else a copy of it.
-flush.py handles closes.
+While a file is staged every handle of its node reads the staged content, so readers on this mount
+see writes at once. If the kernel reads a cache file for a program, that file itself is staged
+(sharing.py), else a copy of it. flush.py handles closes.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Writer(MountPart):
         self, state: MountState, writing: Writing, removals: Removals, prefix_lock: PrefixLock
     ) -> None:
         super().__init__(state)
-        self._rules = writing.rules
+        self.rules = writing.rules
         self.inodes = state.inodes
         self.directories = state.directories
         self.staging = writing.staging
@@ -78,11 +77,6 @@ class Writer(MountPart):
         # By node id: a lock that is held while the node's content is being staged.
         self._preparing: WeakValueDictionary[int, trio.Lock] = WeakValueDictionary()
         self.empties = EmptyObjects(state.store, writing.staging.directory.name)
-
-    @property
-    def may_delete(self) -> bool:
-        """True if the mount may remove objects (`--no-delete` forbids it)."""
-        return self._rules.may_delete
 
     # Opening
 
@@ -181,7 +175,7 @@ class Writer(MountPart):
     def _check_overwriting(self, inode: Inode) -> None:
         """Raise EPERM if --no-delete forbids to overwrite the file's object."""
         is_new = inode.staged is not None and inode.staged.etag is None
-        if not self._rules.may_delete and not is_new:
+        if not self.rules.may_delete and not is_new:
             raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
 
     async def _open_later(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
@@ -364,12 +358,7 @@ class Writer(MountPart):
         return staged
 
     async def _copied(
-        self,
-        inode: Inode,
-        info: ObjectInfo,
-        keep: int | None,
-        *,
-        was_current: bool,
+        self, inode: Inode, info: ObjectInfo, keep: int | None, *, was_current: bool
     ) -> StagedFile | None:
         """Stage a copy of the content; None if a program has begun to read by passthrough."""
         was_read = bool(inode.passthrough)

@@ -186,7 +186,7 @@ async def test_a_name_that_the_kernel_has_forgotten_shows_them(mount: MortalMoun
     async with mount.serving() as process:
         await describe(process, "file")
         inode = await process.node("file")
-        process.operations.forget(inode.nodeid, inode.nlookup)
+        process.operations.inodes.forget(inode.nodeid, inode.nlookup)
         assert process.operations.inodes.find(inode.nodeid) is None
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         assert mount.store.count("COPY") == 0

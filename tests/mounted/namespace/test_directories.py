@@ -220,7 +220,7 @@ async def test_a_directory_that_was_forgotten_has_its_earlier_time(tmp_path: Pat
         await process.unlink("d/file")
         assert await shown_ns(process, "d") > mounted_ns
         directory = await process.node("d")
-        process.operations.forget(directory.nodeid, directory.nlookup)
+        process.operations.inodes.forget(directory.nodeid, directory.nlookup)
         assert process.operations.inodes.find(directory.nodeid) is None
         assert await shown_ns(process, "d") == mounted_ns
         await process.mkdir("d/new")

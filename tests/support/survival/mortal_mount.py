@@ -121,12 +121,12 @@ class Process:
     async def rename(
         self, old: str, new: str, *, flags: int = 0, unique: int | None = None
     ) -> None:
-        parent, name = await self._split(old)
+        parted = await self._split(old)
         with contextlib.suppress(FileNotFoundError):
             await self.node(old)
         with contextlib.suppress(FileNotFoundError):
             await self.node(new)
-        await self.changes.rename(parent, name, *await self._split(new), flags, self.caller(unique))
+        await self.changes.rename(parted, await self._split(new), flags, self.caller(unique))
 
     async def create(self, path: str, data: bytes) -> int:
         """A new file that is open for writing, with some content."""

@@ -222,14 +222,14 @@ async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Pat
     """The journal has it with the reply, so a kill at any moment loses nothing."""
     async with one_side(tmp_path) as side:
         seen = []
-        settle = side.operations.was_opened
+        settle = side.operations.opener.was_opened
         journal = tmp_path / "journal"
 
         def note(*of: object, **more: object) -> None:
             seen.append(list(replay(journal, is_live=True).state.handles))
             settle(*of, **more)  # type: ignore[arg-type]
 
-        side.operations.was_opened = note  # type: ignore[method-assign]
+        side.operations.opener.was_opened = note  # type: ignore[method-assign]
         await side.opens(2)
         await side.settled()
         assert seen == [side.open]
@@ -328,12 +328,12 @@ async def test_a_fault_in_what_is_taken_over_ends_the_process(
         raise ValueError("a fault")
 
     async with one_side(tmp_path) as side:
-        was_opened = side.operations.was_opened
-        side.operations.was_opened = fails  # type: ignore[method-assign]
+        was_opened = side.operations.opener.was_opened
+        side.operations.opener.was_opened = fails  # type: ignore[method-assign]
         await side.opens(0)
         await side.settled()
         assert ended == [1]
-        side.operations.was_opened = was_opened  # type: ignore[method-assign]
+        side.operations.opener.was_opened = was_opened  # type: ignore[method-assign]
 
 
 async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

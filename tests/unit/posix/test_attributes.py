@@ -125,7 +125,7 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_a
     async def change(process: Process, caller: Caller) -> None:
         inode = await process.node("file")
         if value is None:
-            await mutations(process).removexattr(inode.nodeid, b"user.a", caller)
+            await mutations(process).setxattr(inode.nodeid, b"user.a", None, 0, caller)
         else:
             await mutations(process).setxattr(inode.nodeid, b"user.a", value, flags, caller)
 
@@ -309,7 +309,7 @@ async def test_what_was_fetched_once_is_known_when_the_kernel_has_forgotten_the_
             for _ in range(2):
                 inode = await process.node(name)
                 assert process.operations.head_cache.meta(inode).mode == stat.S_IFREG | 0o600
-                process.operations.forget(inode.nodeid, inode.nlookup)
+                process.operations.inodes.forget(inode.nodeid, inode.nlookup)
             # What is new may change again within the second that S3 tells.
             assert mount.store.requests.count(("HEAD", name)) == heads
 

@@ -16,7 +16,6 @@ from fusefs.posix.directory.segment import (
     segment_from,
 )
 from fusefs.posix.journal.records import MARK, KernelState, Kind, node_payload
-from fusefs.posix.nodes.inode import Inode
 from fusefs.posix.nodes.offsets import base_of, code_of
 from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.survival.mortal_mount import MortalMount, Names
@@ -122,8 +121,7 @@ async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -
 
 def test_marks_are_on_record_until_their_directory_goes() -> None:
     state = KernelState()
-    directory = Inode(20, 20, None, "d", None)
-    state.apply(Kind.NODE, node_payload(directory.logged()))
+    state.apply(Kind.NODE, node_payload(20, 0, 20, "d", 0, None, 0))
     for number, position in ((1, "a"), (2, "b/")):
         state.apply(Kind.MARK, MARK.pack(20, number) + position.encode())
     assert state.marks == {20: {"a": 1, "b/": 2}}

@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from fusefs.posix.write.flush import LATER_S
-from fusefs.posix.write.upload_times import QUIET_S
+from fusefs.posix.write.uploader import QUIET_S
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
@@ -15,7 +15,7 @@ from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 async def go_on_closing(process: Process) -> None:
     """What programs do that close one file after the other, without an end."""
     while True:
-        process.writer.uploads.closes.note()
+        process.writer.uploads.note_closed()
         await trio.sleep(QUIET_S / 2)
 
 

@@ -51,7 +51,7 @@ def tell(log: Journal, model: KernelState, event: tuple) -> None:
     match event:
         case ("node", nodeid, parent, ino, name, info, count):
             model.nodes[nodeid] = LoggedNode(nodeid, parent, ino, name, count, info)
-            log.node(model.nodes[nodeid])
+            log.node(nodeid, parent, ino, name, count, info, 0)
             model.next_id = max(model.next_id, nodeid + 1)
         case ("count", nodeid, count):
             log.count(nodeid, count)
@@ -88,7 +88,8 @@ def retell(log: Journal, model: KernelState) -> Iterator[None]:
     for nodeid in list(model.nodes):
         yield
         if nodeid in model.nodes:
-            log.node(model.nodes[nodeid])
+            node = model.nodes[nodeid]
+            log.node(nodeid, node.parent, node.ino, node.name, node.nlookup, node.info, 0)
     for nodeid in list(model.replaced):
         log.replaced(nodeid)
     for fh in list(model.handles):
@@ -287,7 +288,7 @@ def test_many_nodes_take_little_room(tmp_path: Path) -> None:
     for number in range(1, count + 1):
         key = f"train/n{number % 1000:08}/n{number:08}_10026.JPEG"
         info = ObjectInfo(key, 9, '"' + "e" * 32 + '"', 9)
-        log.node(LoggedNode(number, 1, number, key[-20:], 1, info))
+        log.node(number, 1, number, key[-20:], 1, info, 0)
     log.close(remove=False)
     assert written_size(tmp_path / "journal") < 200 * (1 << 20) * count // 1_000_000
     assert len(replay(tmp_path / "journal").state.nodes) == count

@@ -124,8 +124,8 @@ async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
     late = make_uncertain(mount, COPY, "new/file")
     mount.reboot()
     async with mount.serving() as process:
-        for one in list(process.changes._renames._unfinished):
-            assert await process.changes._renames.finish(one)
+        for one in list(process.changes.renames._unfinished):
+            assert await process.changes.renames.finish(one)
     assert mount.store.count("COPY") == 1
     assert mount.store.contents() == {"new/file": b"content"}
     check(late, "new/file")

@@ -57,7 +57,7 @@ async def test_a_directory_takes_all_along(mount: MortalMount) -> None:
         assert sorted(await process.listing("new")) == sorted({*tree, "sub"} - {"sub/x"})
         assert await process.load("new/3") == b"3"
         assert await process.load("new/sub/x") == b"x"
-        assert process.changes.describe_renames() == []
+        assert process.changes.renames.describe() == []
     assert list((mount.directory / "renames").iterdir()) == []
 
 
@@ -125,7 +125,7 @@ async def test_copies_that_cannot_be_made_are_taken_back(
         assert [key for key in mount.store.objects if key.startswith("new/")] == ["new/"]
         assert sorted(await process.listing()) == ["new", "old"]
         assert await process.listing("new") == []
-        assert process.changes.describe_renames() == []
+        assert process.changes.renames.describe() == []
         mount.store.before = lambda _what, _key: None
         await process.rename("old", "new")
         assert below(mount.store, "new/") == tree
@@ -204,16 +204,16 @@ async def test_a_fault_in_one_rename_ends_no_mount(
         await process.rename("old", "new")
         await process.rename("other", "another")
         mount.store.before = failing(LookupError("old/"), ("LIST", "old/"))
-        process.changes.pending_renames("", hurry=True)
+        process.changes.renames.pending("", hurry=True)
         await wait_all_tasks_blocked(0.01)
-        (state,) = process.changes.describe_renames()
+        (state,) = process.changes.renames.describe()
         assert state["from"] == "old/"
-        (pending,) = process.changes.pending_renames("")
+        (pending,) = process.changes.renames.pending("")
         assert "LookupError" in pending["error"]
         mount.store.before = lambda _what, _key: None
-        process.changes.pending_renames("", hurry=True)
+        process.changes.renames.pending("", hurry=True)
         await wait_all_tasks_blocked(0.01)
-        assert process.changes.describe_renames() == []
+        assert process.changes.renames.describe() == []
 
 
 async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
@@ -241,12 +241,12 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -
         await process.rename("old", "new")
         assert below(mount.store, "old/") == {"2": b"2"}
         assert await process.listing() == ["new"]
-        (state,) = process.changes.describe_renames()
+        (state,) = process.changes.renames.describe()
         assert (state["phase"], state["copied"], state["deleted"]) == ("deleting", 8, 7)
         # What another client makes under the old name stays.
         mount.store.put("old/1", b"of another node")
         mount.store.before = lambda _what, _key: None
-        process.changes.pending_renames("", hurry=True)
+        process.changes.renames.pending("", hurry=True)
         await process.mkdir("old")  # which waits
         assert below(mount.store, "new/") == tree
         assert below(mount.store, "old/") == {"1": b"of another node"}
@@ -296,7 +296,7 @@ async def test_a_record_that_cannot_be_used_ends_no_mount(
     path.parent.mkdir()
     path.write_bytes(record)
     async with mount.serving() as process:
-        assert process.changes.describe_renames() == []
+        assert process.changes.renames.describe() == []
     assert [why in line for line in caplog.messages] == [True]
     assert path.read_bytes() == record
 
@@ -339,7 +339,7 @@ async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> N
     )
     record.write_text(text)
     async with mount.serving() as process:
-        assert process.changes.describe_renames() == []
+        assert process.changes.renames.describe() == []
     assert record.read_text() == text
 
 

@@ -250,7 +250,7 @@ async def check(case: Case, mount: MortalMount, process: Process, handles: list[
     for path, data in case.after.items():
         if not case.open and not case.new:
             assert await process.load(path) == data
-    assert process.changes.describe_renames() == []
+    assert process.changes.renames.describe() == []
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
                 log.begin_compaction()
                 process.changes.write_all(log)
                 for inode in process.operations.inodes.all():
-                    log.node(inode.logged())
+                    inode.log_to(log)
                 log.finish_compaction()
 
         mount.store.after = compact

@@ -62,7 +62,7 @@ def live_on(store: MemoryStore) -> None:
 
 async def finished(process: Process) -> None:
     """Wait until no rename is on record."""
-    while process.changes.describe_renames():  # noqa: ASYNC110 - there is no event
+    while process.changes.renames.describe():  # noqa: ASYNC110 - there is no event
         await trio.sleep(0.001)
 
 
@@ -113,7 +113,7 @@ async def test_a_change_below_a_directory_waits_for_its_rename(
             assert mount.store.contents() == before
             assert await process.load(f"{name}/y") == b"y"
             assert await process.listing(name) == ["x", "y", "z"]
-            (state,) = process.changes.describe_renames()
+            (state,) = process.changes.renames.describe()
             assert (state["waiting"], state["waiting_keys"][0][0]) == (1, name)
             stop.go_on.set()
     assert mount.store.contents() == expected
@@ -198,10 +198,10 @@ async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) 
             await stop.reached.wait()
             nursery.start_soon(process.rename, "a", "b")
             await wait_all_tasks_blocked()
-            names = directory, "x", directory, "v"
+            names = (directory, "x"), (directory, "v")
             nursery.start_soon(rename, *names, 0, process.caller())
             await wait_all_tasks_blocked()
-            assert process.changes.describe_renames()[0]["waiting_keys"] == ["a"]
+            assert process.changes.renames.describe()[0]["waiting_keys"] == ["a"]
             stop.go_on.set()
     assert mount.store.contents() == {"b/t/w": b"w", "b/v": b"x", "b/y": b"y", "b/z": b"z"}
 

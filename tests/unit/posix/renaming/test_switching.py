@@ -158,7 +158,7 @@ async def test_the_next_mount_finishes_it_once_the_other_has_ended(mount: Mortal
         mount.store.pause = MemoryStore().pause
         async with next_mount(mount).serving() as younger:
             os.close(process.writer.staging._lock)  # as at its end
-            younger.changes._renames.look_at_others()
+            younger.changes.renames.look_at_others()
             await finished(younger)
         nursery.cancel_scope.cancel()
     assert mount.store.contents() == {"b/x": b"x", "b/y": b"y", "b/z": b"z"}

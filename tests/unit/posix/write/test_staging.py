@@ -14,7 +14,7 @@ import trio.testing
 
 from fusefs.posix.nodes.temporary_names import has_random_part, is_temporary
 from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import backlog, staging_record, upload_times
+from fusefs.posix.write import backlog, flush, staging_record
 from fusefs.store.errors import StoreError
 from tests.support.memory_store import failing
 from tests.support.semantics import states
@@ -86,10 +86,10 @@ async def test_an_empty_file_follows_its_last_close_where_no_process_is_seen(
 async def test_a_file_that_stays_open_is_uploaded_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (upload_times.pause_s(1), upload_times.pause_s(1 << 30)) == (upload_times.EVERY_S, 1024)
-    assert upload_times.EVERY_S + backlog.RETRY_S <= 60
+    assert (flush.pause_s(1), flush.pause_s(1 << 30)) == (flush.EVERY_S, 1024)
+    assert flush.EVERY_S + backlog.RETRY_S <= 60
     monkeypatch.setattr(backlog, "RETRY_S", 0.02)
-    monkeypatch.setattr(upload_times, "EVERY_S", 0.05)
+    monkeypatch.setattr(flush, "EVERY_S", 0.05)
     mount = MortalMount(tmp_path)
     async with mount.serving() as process, trio.open_nursery() as nursery:
         nursery.start_soon(process.writer.backlog.run)
