@@ -135,6 +135,5 @@ class Store(Source, Protocol):
     def counters(self) -> dict[str, int]:
         """Return the requests and bytes since the start, by the names that `status` shows.
 
-        Two are of this moment: `awaiting_credentials` (requests being retried because their
-        credentials were refused) and `connections` (the number of requests that may run at once).
+        One is of this moment: `connections`, the number of requests that may run at once.
         """

@@ -199,14 +199,11 @@ class Requester:
         # The changes whose callers want to know if the server may still execute them later.
         self.changes: set[ChangeUnderWay] = set()
         self._last_explained = self._timed_out = -math.inf
-        # Requests being retried because their credentials were refused.
-        self._refused: set[RetryBudget] = set()
 
     def counters(self) -> dict[str, int]:
         """Implements `Store.counters`."""
         return {
             **{name: self.counted[name] for name in _SHOWN},
-            "awaiting_credentials": len(self._refused),
             "connections": self.connections.allowed,
         }
 
@@ -249,42 +246,39 @@ class Requester:
             Exception: any exception of `accept`, `progress` or the sink's file.
         """
         budget = RetryBudget(retry_time_s or self.settings.retry_time_s)
-        try:
-            while True:
-                one = call() if callable(call) else call
-                used, sent = self.source.access, trio.current_time()
-                try:
-                    answer = await self.attempt(
-                        one, priority, progress=progress, hedge=hedge, begun=budget.note_sent
-                    )
-                    result = accept(answer)
-                except AttemptError as error:
-                    self._note_unanswered(one, error.failure)
-                    failure = for_condition(error.failure, condition)
-                except trio.Cancelled:
-                    self._note_unanswered(one)
-                    raise
-                else:
-                    self.connections.note_success()
-                    self._note_answer()
-                    return result
-                if judge is not None:
-                    failure = await judge(failure)
-                failure = await self._weigh(one, failure, used, budget)
-                self._react(one, failure, budget, sent)
-                if progress is not None and progress.has_progressed():
-                    budget.restart()
-                if not failure.is_retryable or not budget.has_time(failure.longest_s):
-                    raise self.failed(one, failure, may_be_done=budget.may_be_done)
-                budget.may_be_done = True
-                self.counted["retries"] += not failure.region
-                # Throttling is logged once a minute (rate.py).
-                level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
-                logger.log(level, "%s again: %s", one.operation, self._describe(one, failure))
-                with stage(_cause_of_pause(one.operation, failure)):
-                    await trio.sleep(0 if failure.region else budget.pause_s())
-        finally:
-            self._refused.discard(budget)
+        while True:
+            one = call() if callable(call) else call
+            used, sent = self.source.access, trio.current_time()
+            try:
+                answer = await self.attempt(
+                    one, priority, progress=progress, hedge=hedge, begun=budget.note_sent
+                )
+                result = accept(answer)
+            except AttemptError as error:
+                self._note_unanswered(one, error.failure)
+                failure = for_condition(error.failure, condition)
+            except trio.Cancelled:
+                self._note_unanswered(one)
+                raise
+            else:
+                self.connections.note_success()
+                self._note_answer()
+                return result
+            if judge is not None:
+                failure = await judge(failure)
+            failure = await self._weigh(one, failure, used, budget)
+            self._react(one, failure, sent)
+            if progress is not None and progress.has_progressed():
+                budget.restart()
+            if not failure.is_retryable or not budget.has_time(failure.longest_s):
+                raise self.failed(one, failure, may_be_done=budget.may_be_done)
+            budget.may_be_done = True
+            self.counted["retries"] += not failure.region
+            # Throttling is logged once a minute (rate.py).
+            level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
+            logger.log(level, "%s again: %s", one.operation, self._describe(one, failure))
+            with stage(_cause_of_pause(one.operation, failure)):
+                await trio.sleep(0 if failure.region else budget.pause_s())
 
     async def attempt(
         self,
@@ -403,7 +397,7 @@ class Requester:
     def _note_answer(self) -> None:
         self.last_answer, self._failing_since = trio.current_time(), math.inf
 
-    def _react(self, call: Call, failure: Failure, budget: RetryBudget, sent: float) -> None:
+    def _react(self, call: Call, failure: Failure, sent: float) -> None:
         """React to a failed attempt that was sent at `sent`: counters, credentials and the rate."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
             self._note_answer()
@@ -414,7 +408,6 @@ class Requester:
                 self._failing_since = min(self._failing_since, sent)
         if failure.has_expired:
             self.source.renew()
-        (self._refused.add if failure.kind is CredentialsError else self._refused.discard)(budget)
         if failure.kind is ThrottledError:
             self.counted["throttled"] += 1
             self.connections.note_throttled()
