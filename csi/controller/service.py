@@ -51,6 +51,7 @@ from fusefs.store.s3.settings import WriteOptions
 
 DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
+# The parameters that name the volume's claim, as the provisioner sets them.
 _CLAIM = ("csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace")
 # The size that a mount reports to `df`.
 MAX_BYTES = 1 << 60
@@ -102,7 +103,9 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             # A bucket policy may demand an encryption or an ACL of every object, also of a record.
             write_options=WriteOptions.of(settings),
         )
-        is_claims = _is_of_claim(request.parameters.get("prefix", DEFAULT_PREFIX))
+        template = request.parameters.get("prefix", DEFAULT_PREFIX)
+        # Claims of two clusters may have the same names, volumes may not.
+        is_claims = "${pvc." in template and "${pv.name}" not in template
         with self._claims.claim(str(volume)):
             if is_claims:
                 self._refuse_shared(bucket, record)
@@ -113,7 +116,10 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
                 capacity_bytes=record.capacity_bytes,
-                volume_context={**record.attributes, **_claim(request.parameters)},
+                volume_context={
+                    **record.attributes,
+                    **{name: text for name, text in request.parameters.items() if name in _CLAIM},
+                },
             )
         )
 
@@ -301,16 +307,6 @@ def _create(
     if differences:
         raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
     return found, False
-
-
-def _is_of_claim(template: str) -> bool:
-    """True if a prefix template has the claim's name but not `pv.name`, so claims may collide."""
-    return "${pvc." in template and "${pv.name}" not in template
-
-
-def _claim(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters that name the volume's claim, as the provisioner set them."""
-    return {name: parameters[name] for name in _CLAIM if name in parameters}
 
 
 def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:

@@ -67,7 +67,7 @@ class CacheDomains:
         self.lacks_uids = False
         self._uids = range(first, last + 1)
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
-        with self._locked():
+        with self.alone():
             self._key = _key(directory / "identity.key")
 
     def name_of(self, *parts: str) -> str:
@@ -84,7 +84,7 @@ class CacheDomains:
                 its uid.
         """
         directory = self.directory / name
-        with self._locked():
+        with self.alone():
             of_mounts = self._of_mounts()
             of_others = {uid for domain, uid in of_mounts.items() if domain != name}
             try:
@@ -131,12 +131,6 @@ class CacheDomains:
                 found.append(DomainOnDisk(entry.name, status.st_uid, path, status.st_mtime_ns))
         return sorted(found, key=lambda domain: domain.used_ns)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lock the domains, so that nobody else can claim one within the block."""
-        with self._locked():
-            yield
-
     def set_aside(self, domain: CacheDomain, *, keeps_state: bool = False) -> Path:
         """Rename a domain's directory so that no mount finds it. Only within `alone`.
 
@@ -174,8 +168,8 @@ class CacheDomains:
         )
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Lock the domains among threads and processes."""
+    def alone(self) -> Iterator[None]:
+        """Lock the domains among threads and processes: nobody else claims one in the block."""
         with open(self.directory / "lock", "ab") as lock:
             # Every user who may read the file could lock it; daemons' users can get here.
             os.fchmod(lock.fileno(), 0o600)

@@ -271,14 +271,14 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _show_settings(options: argparse.Namespace) -> int:
-    from fusefs.cli import sync
+    from fusefs.cli.polling import ANSWER_TIMEOUT_S
     from fusefs.launch import mount_requests, registry
 
     mounts = [Path(one.mountpoint) for one in registry.all_mounts()]
     if options.path is not None:
         mounts = [registry.resolve(options.path)]
     answers = [
-        mount_requests.daemon_request(mount, {"command": "settings"}, sync.ANSWER_TIMEOUT_S)
+        mount_requests.daemon_request(mount, {"command": "settings"}, ANSWER_TIMEOUT_S)
         for mount in mounts
     ]
     if options.json:

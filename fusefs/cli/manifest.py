@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fusefs.cli import sync
+from fusefs.cli.polling import ANSWER_TIMEOUT_S
 from fusefs.launch import registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.linux import mountinfo
 
-ANSWER_TIMEOUT_S = 5.0
 # Bytes of a list in one request, which has at most 256 KiB: JSON makes up to six of each.
 PIECE = 40_000
 

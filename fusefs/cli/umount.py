@@ -19,10 +19,9 @@ from typing import Any
 from fusefs.cli import left_behind, polling, sync
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
-from fusefs.launch.mount_requests import daemon_pid, keeper_pid, keeper_status
+from fusefs.launch.mount_requests import daemon_pid, keeper_pid
 from fusefs.linux import mountinfo, processes, unmount
 
-ANSWER_TIMEOUT_S = 2.0
 # The daemon retries failed uploads once more before it ends.
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
@@ -74,7 +73,7 @@ def _end(
     """Unmount, wait for the processes to end; return the files that the daemon could not upload."""
     mountpoint = mount.mountpoint
     daemon = registration.pid if registration and registration.is_alive() else None
-    keeper = _keeper_pid(mountpoint)
+    keeper = keeper_pid(mountpoint) or None  # 0 is that of another PID namespace
     patience_s = NEXT_DAEMON_S if has_staging and keeper is not None and not is_lazy else 0.0
     remaining = _finish_uploads(mountpoint, patience_s, timeout_s=0.0 if is_lazy else math.inf)
     try:
@@ -158,7 +157,7 @@ def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registrat
     except unmount.UnmountError as error:
         if registration is None:
             failure = error
-    keeper = _keeper_pid(mount.mountpoint)
+    keeper = keeper_pid(mount.mountpoint) or None
     unmount.umount_path(mount.mountpoint, is_lazy=True)
     if registration and registration.is_alive():
         _wait_or_kill(registration.pid)
@@ -167,13 +166,6 @@ def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registrat
     registry.unregister(mount.mountpoint)
     if failure is not None:
         raise failure
-
-
-def _keeper_pid(mountpoint: Path) -> int | None:
-    try:
-        return int(keeper_status(mountpoint, ANSWER_TIMEOUT_S)["pid"])
-    except control.ControlError:
-        return keeper_pid(mountpoint)
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
