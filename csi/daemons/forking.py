@@ -55,9 +55,7 @@ def fork(
     """Fork a daemon with these sockets and files; return its pid.
 
     `environment` is a file with the keeper's part of the daemon's environment, a JSON object.
-
-    Raises:
-        OSError: no process can be forked.
+    Raises OSError if no process can be forked.
     """
     pid = os.fork()
     if pid:

@@ -75,10 +75,8 @@ class Supervisor:
     connection to the previous supervisor, which may still have daemons. If a later supervisor takes
     over the socket and then ends, this one listens again. Without `has_successor_beside` no other
     process takes the daemons over: after SIGTERM this process ends together with them, once each
-    mount has a keeper, which holds the mount until the next process is there.
-
-    Raises:
-        OSError: it cannot listen.
+    mount has a keeper, which holds the mount until the next process is there. Raises OSError if it
+    cannot listen.
     """
 
     def __init__(

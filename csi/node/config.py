@@ -103,10 +103,8 @@ def be_the_only_driver(state: Path) -> None:
     """Lock the node's state directory, after the end of any other driver that has locked it.
 
     Two drivers, as of overlapping pools or a pod that was deleted by force, would each end mounts
-    that the other driver is just making. The lock ends with this process.
-
-    Raises:
-        OSError: the lock's file cannot be made.
+    that the other driver is just making. The lock ends with this process. Raises OSError if the
+    lock's file cannot be made.
     """
     fd = os.open(state / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -123,10 +121,8 @@ def check_disk(directory: Path, host_path: Path) -> None:
     mounted at or above `host_path`, that is only the last part of `host_path`; on the system's disk
     it ends with all of `host_path`. So a directory of a disk that is itself bound to the same path
     on the host needs another path there. Device numbers do not help: the container sees the
-    system's root nowhere, and kubelet's directory may be on either disk.
-
-    Raises:
-        FailedPreconditionError: the cache is on the system's disk.
+    system's root nowhere, and kubelet's directory may be on either disk. Raises
+    FailedPreconditionError for such a cache.
     """
     roots = [mount.root for mount in kernel_mounts() if mount.mountpoint == directory]
     if not roots:

@@ -91,11 +91,7 @@ CAPABILITIES = (
 
 
 def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
-    """Make the service that the command line describes.
-
-    Raises:
-        CsiError, OSError: a directory cannot be used.
-    """
+    """Make the service of a command line; CsiError or OSError if a directory cannot be used."""
     configuration = configuration_of(arguments)
     configuration.prepare()
     be_the_only_driver(configuration.state_directory)

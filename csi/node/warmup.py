@@ -81,10 +81,8 @@ class Warmups:
     def add_waiter(self, key: str, warm: WarmOption, target: Path) -> float:
         """Record that a target waits; return when the first waiting call for this warm-up began.
 
-        The time is in seconds of the monotonic clock.
-
-        Raises:
-            OSError: the record cannot be written.
+        The time is in seconds of the monotonic clock. Raises OSError if the record cannot be
+        written.
         """
         now = time.monotonic()
 

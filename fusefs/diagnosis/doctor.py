@@ -29,10 +29,8 @@ def check(
 ) -> Iterator[Finding]:
     """Check the machine, the cache disk, and then `mountpoint`, or the bucket, or all mounts.
 
-    For a mount, `settings` are used only if its own settings are not known.
-
-    Raises:
-        CommandError: `mountpoint` is not a mount of fusefs.
+    For a mount, `settings` are used only if its own settings are not known. Raises CommandError if
+    `mountpoint` is not a mount of fusefs.
     """
     subject = subjects.find(mountpoint) if mountpoint is not None else None
     if subject is not None:

@@ -105,10 +105,8 @@ def registry_of(*collectors: Any) -> CollectorRegistry:
 def serve(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
     """Start to serve the metrics over HTTP; return a function that ends it.
 
-    Each scrape has a thread of its own. Port 0 stands for any free port.
-
-    Raises:
-        OSError: the address can't be used.
+    Each scrape has a thread of its own. Port 0 stands for any free port. Raises OSError if the
+    address can't be used.
     """
     try:
         server, thread = start_http_server(port, host or EVERY_ADDRESS, registry)

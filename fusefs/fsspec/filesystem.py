@@ -59,11 +59,7 @@ class FusefsFileSystem(AbstractFileSystem):
     local_file = True  # `fsspec.open_local` gives paths
 
     def local_path(self, path: str, *, for_writing: bool = False) -> str:
-        """Return the local file name of a path, for programs that need a file name.
-
-        Raises:
-            FileNotFoundError: no file can have this key.
-        """
+        """Return the local file name of a path; FileNotFoundError if no file can have its key."""
         path = self._strip_protocol(path)
         place = PLACES.find(path, for_writing=for_writing, endpoint=self._endpoint)
         key = path[len(place.location) :]
