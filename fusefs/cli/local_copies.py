@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli import polling, sync
-from fusefs.cli.status_report import human_size
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
-from fusefs.settings.display import counted, shown
+from fusefs.settings.display import counted, human_size, shown
 
 # Prefixes of the names of job facts, which say nothing of paths.
 OF_JOBS = ("has_ended", "why", "in_use", "dropped")

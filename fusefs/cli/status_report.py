@@ -12,9 +12,7 @@ from typing import Any
 
 from fusefs.diagnosis import stall_report
 from fusefs.launch.control import MALFORMED
-from fusefs.settings.display import counted, shown
-from fusefs.settings.display import human_duration as human_duration
-from fusefs.settings.display import human_size as human_size
+from fusefs.settings.display import counted, human_duration, human_size, shown
 
 Status = Mapping[str, Any]
 

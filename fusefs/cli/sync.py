@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli.polling import ANSWER_TIMEOUT_S, show_line
-from fusefs.cli.status_report import human_size
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.linux import files, mountinfo
+from fusefs.settings.display import human_size
 
 POLL_S = 0.2
 # Time to wait for a dead daemon's replacement.
