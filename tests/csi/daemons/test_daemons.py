@@ -18,7 +18,6 @@ from tests.support.csi.pod import Pod, pod_reading
 from tests.support.csi.publishing import refused
 from tests.support.servers.buckets import Bucket
 from tests.support.sharing import PATIENCE_S
-from tests.support.survival.memory_search import is_in_memory
 from tests.support.waiting import until
 
 BOTH = "hello hello"
@@ -83,23 +82,6 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
         until(lambda: not node.daemons(), "it has ended")
 
 
-def test_daemons_are_forked_from_a_supervisor_that_learns_nothing_of_their_mounts(
-    node: Node, target: Path, shared: Bucket
-) -> None:
-    with daemons_of(node, "forked") as first:
-        for name in ("first", "second"):
-            shared.put(f"prefix-of-the-{name}/hello", b"hello")
-            prefix = f"prefix-of-the-{name}"
-            node.publish(name, node.target(name), bucket=shared.name, prefix=prefix)
-            assert (node.target(name) / "hello").read_bytes() == b"hello"
-        assert set(node.daemons()) <= first.children()
-        text = b"prefix-of-the-first"
-        assert any(is_in_memory(pid, text) for pid in node.daemons())
-        assert not is_in_memory(first.process.pid, text)
-        for name in ("first", "second"):
-            node.unpublish(name, node.target(name))
-
-
 def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
     node: Node, target: Path, shared: Bucket
 ) -> None:
@@ -110,33 +92,6 @@ def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
         until(lambda: status_of(root)["daemon"] not in (None, before), "another is there")
         assert (target / "hello").read_bytes() == b"hello"
         node.unpublish("volume", target)
-
-
-def test_a_pod_reads_on_when_all_daemons_die_at_one_instant(
-    node: Node, target: Path, shared: Bucket
-) -> None:
-    with ExitStack() as stack:
-        first = stack.enter_context(daemons_of(node, "first"))
-        with reading(node, target, shared) as pod:
-            first.kill()
-            pod.ask()
-            stack.enter_context(daemons_of(node, "second"))
-            assert pod.answer() == BOTH
-
-
-def test_a_pod_reads_on_while_the_next_takes_over_and_the_first_ends(
-    node: Node, target: Path, shared: Bucket
-) -> None:
-    with daemons_of(node, "first") as first:
-        publish(node, target, shared)
-        with daemons_of(node, "second") as second:
-            with pod_reading(node, target / "hello") as pod:
-                [pid] = node.daemons()
-                assert pid in second.children()
-                first.process.terminate()
-                assert first.process.wait(PATIENCE_S) == 0
-                assert pod.read() == BOTH
-            node.unpublish("volume", target)
 
 
 def test_a_pod_reads_on_when_the_next_ends_instead_of_the_first(

@@ -1,6 +1,5 @@
 """Pods' own tokens at a real STS, SeaweedFS's, which asks a cluster's issuer for its keys."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,10 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.identities.credentials import ACCOUNT, NAMESPACE, TOKENS
+from csi.identities.credentials import ACCOUNT
 from tests.support.csi.node import Node, code_of, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.oidc import AUDIENCE, ROLE, Issuer, sts_gateway
+from tests.support.csi.publishing import POD, tokens
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
 
@@ -45,17 +45,15 @@ def running(s3: S3Server, issuer: Issuer) -> Iterator[Node]:
 
 def publish(node: Node, bucket: Bucket, token: str, account: str = "trainer") -> Path:
     target = node.target("pod")
-    secrets = {TOKENS: json.dumps({AUDIENCE: {"token": token, "expirationTimestamp": "later"}})}
-    pod = {NAMESPACE: "team", ACCOUNT: account}
     node.publish(
         "role",
         target,
-        secrets=secrets,
+        secrets=tokens(token, AUDIENCE),
         store="door",
         bucket=bucket.name,
         roleArn=ROLE,
         retryTime="2s",
-        **pod,
+        **{**POD, ACCOUNT: account},
     )
     return target
 

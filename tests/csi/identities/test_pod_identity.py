@@ -10,14 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import grpc
 import pytest
 
-from csi.identities.credentials import ACCOUNT, NAMESPACE, POD_IDENTITY_AUDIENCE, TOKENS
+from csi.identities.credentials import POD_IDENTITY_AUDIENCE
 from tests.support.csi.node import Node, running_node
 from tests.support.csi.node import node as node
-from tests.support.csi.publishing import refused
+from tests.support.csi.publishing import POD, refused, tokens
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
-POD = {NAMESPACE: "team", ACCOUNT: "trainer"}
 TOKEN = "the.pods.token"
 
 
@@ -77,17 +76,13 @@ def running(s3: S3Server) -> Iterator[Node]:
         yield node
 
 
-def tokens(token: str, audience: str = POD_IDENTITY_AUDIENCE) -> dict[str, str]:
-    return {TOKENS: json.dumps({audience: {"token": token}})}
-
-
 def test_a_pods_association_reads_its_volume(
     node: Node, shared: Bucket, sent_tokens: list[str]
 ) -> None:
     shared.put("a/hello", b"hello")
     target = node.target("pod")
     volume = {"store": "aws", "bucket": shared.name, "prefix": "a", "podIdentity": "true", **POD}
-    node.publish("volume", target, secrets=tokens(TOKEN), **volume)
+    node.publish("volume", target, secrets=tokens(TOKEN, POD_IDENTITY_AUDIENCE), **volume)
     assert (target / "hello").read_bytes() == b"hello"
     assert set(sent_tokens) == {TOKEN}
     assert TOKEN not in node.log.read_text()
@@ -104,4 +99,6 @@ def test_tokens_for_the_agent_are_requested_and_for_aws_alone(node: Node, shared
             **{**volume, "store": "aws"},
         )
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "podIdentity"):
-        node.publish("volume", node.target("pod"), secrets=tokens(TOKEN), **volume)
+        node.publish(
+            "volume", node.target("pod"), secrets=tokens(TOKEN, POD_IDENTITY_AUDIENCE), **volume
+        )

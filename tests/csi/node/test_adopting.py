@@ -21,16 +21,17 @@ from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.launch.launcher import SupervisorAddress
 from tests.support.csi.daemons import daemons_of
-from tests.support.csi.node import START, Node, capability, code_of, running_node, until_final
+from tests.support.csi.node import START, Node, capability, code_of, until_final
 from tests.support.csi.pod import pod_reading
 from tests.support.csi.rights import allow
-from tests.support.servers.buckets import Bucket
+from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
 VOLUMES = 20
+FLAGS = ("--daemons=there",)
 
 
 def a_record(key: str, volume_id: str) -> MountRecord:
@@ -126,13 +127,6 @@ def test_all_mounts_of_one_volume_have_their_turn() -> None:
     assert mounts.most_at_work == 1
 
 
-@pytest.fixture(scope="module")
-def node(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
-    stores = {"main": s3.endpoint_url, "faulty": faulty.endpoint_url}
-    with running_node("--daemons=there", **stores) as node:
-        yield node
-
-
 def held(node: Node) -> list[tuple[int, int]]:
     """What the descriptor store has, which may just not be there."""
     try:
@@ -142,12 +136,11 @@ def held(node: Node) -> list[tuple[int, int]]:
 
 
 def test_a_pod_reads_on_without_its_keeper_though_the_next_daemons_process_has_died_before(
-    node: Node, shared: Bucket
+    node: Node, data: Bucket
 ) -> None:
-    shared.put("hello", b"hello")
     target = node.target("pod")
     with daemons_of(node, "first"):
-        node.publish("volume", target, bucket=shared.name)
+        node.publish("volume", target, bucket=data.name, prefix="a")
         with pod_reading(node, target / "hello") as pod:
             until(lambda: held(node), "it is held")
             node.kill()  # who would bring the keeper's copy
@@ -161,63 +154,58 @@ def test_a_pod_reads_on_without_its_keeper_though_the_next_daemons_process_has_d
             until(lambda: is_kept(node), "there is a keeper")
             assert pod.read() == "hello hello"
         node.unpublish("volume", target)
-    until(lambda: not node.leftovers(), "nothing is left")
 
 
 def test_a_pod_reads_on_though_a_publish_could_not_resume_its_mount(
-    node: Node, shared: Bucket
+    node: Node, data: Bucket
 ) -> None:
-    shared.put("hello", b"hello")
     target = node.target("pod")
     with daemons_of(node, "only"):
-        node.publish("volume", target, bucket=shared.name)
+        node.publish("volume", target, bucket=data.name, prefix="a")
         with pod_reading(node, target / "hello") as pod:
             until(lambda: held(node), "it is held")
             [root] = node.roots()
             node.kill()
             node.kill_all()
             with resuming_by(node, "None"), pytest.raises(grpc.RpcError) as refused:
-                node.publish("volume", target, bucket=shared.name)
+                node.publish("volume", target, bucket=data.name, prefix="a")
             assert code_of(refused) is grpc.StatusCode.UNAVAILABLE
             assert [one.connection for one in node.roots()] == [root.connection]
             node.start("--daemons=there")
             assert pod.read() == "hello hello"
         node.unpublish("volume", target)
-    until(lambda: not node.leftovers(), "nothing is left")
 
 
 @pytest.mark.parametrize("what", ["keys", "options"])
 def test_a_mount_that_can_be_resumed_gets_none_on_top_though_its_volume_has_changed(
-    node: Node, shared: Bucket, s3: S3Server, what: str
+    node: Node, data: Bucket, s3: S3Server, what: str
 ) -> None:
-    shared.put("hello", b"hello")
     target = node.target("pod")
     changed: dict[str, Any] = {"cap": capability(flags=("metadata-ttl=5m",))}
     if what == "keys":
-        changed = {"secrets": allow(s3, "rotated", shared.name, "")}
+        changed = {"secrets": allow(s3, "rotated", data.name, "a/")}
     with daemons_of(node, "only"):
-        node.publish("volume", target, bucket=shared.name)
+        node.publish("volume", target, bucket=data.name, prefix="a")
         with pod_reading(node, target / "hello") as pod:
             until(lambda: held(node), "it is held")
             [root] = node.roots()
             node.kill()
             node.kill_all("keeper")
             with without_reconciler(node):  # kubelet's call comes first
-                node.publish("volume", target, bucket=shared.name, **changed)
+                node.publish("volume", target, bucket=data.name, prefix="a", **changed)
                 assert [one.connection for one in node.mounted()] == [root.connection] * 2
                 assert is_kept(node)
             assert pod.read() == "hello hello"
         node.start("--daemons=there")
         node.unpublish("volume", target)
-    until(lambda: not node.leftovers(), "nothing is left")
 
 
 def test_the_uploads_of_a_mount_without_a_keeper_are_waited_for(
-    node: Node, shared: Bucket, faulty: FaultyS3
+    node: Node, data: Bucket, faulty: FaultyS3
 ) -> None:
     target = node.target("pod")
     with daemons_of(node, "only"):
-        node.publish("volume", target, bucket=shared.name, store="faulty", retryTime="1s")
+        node.publish("volume", target, bucket=data.name, store="faulty", retryTime="1s")
         fault = faulty.add("PUT", code="InternalError")
         with pytest.raises(OSError), (target / "late").open("wb") as file:  # noqa: PT011
             file.write(b"late")
@@ -230,9 +218,8 @@ def test_the_uploads_of_a_mount_without_a_keeper_are_waited_for(
         faulty.remove(fault)
         node.start("--daemons=there")
         until_final(node.unpublish, "volume", target)
-    until(lambda: not node.leftovers(), "nothing is left")
-    assert shared.client.get_object(Bucket=shared.name, Key="late")["Body"].read() == b"late"
-    shared.delete("late")
+    assert stored(data, "late") == b"late"
+    data.delete("late")
 
 
 def without_reconciler(node: Node) -> AbstractContextManager[None]:
@@ -261,13 +248,10 @@ def _changed_by(node: Node, statements: str) -> Iterator[None]:
         node.command[:] = command
 
 
-def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
-    node: Node, shared: Bucket
-) -> None:
-    shared.put("hello", b"hello")
+def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(node: Node, data: Bucket) -> None:
     target = node.target("pod")
     with daemons_of(node, "only"):
-        node.publish("volume", target, bucket=shared.name)
+        node.publish("volume", target, bucket=data.name, prefix="a")
         until(lambda: held(node), "it is held")
         node.kill()
         node.kill_all("keeper")
@@ -281,7 +265,6 @@ def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(
         assert [one.connection for one in node.roots()] == [root.connection]
         assert (target / "hello").read_bytes() == b"hello"
         node.unpublish("volume", target)
-    until(lambda: not node.leftovers(), "nothing is left")
 
 
 def answer_while_stuck(node: Node) -> None:

@@ -1,7 +1,6 @@
 """What all mounts of a node may have together: the share of one, times the most that may be."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,26 +12,18 @@ from csi.generated import csi_pb2
 from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MIB
-from tests.support.csi.node import Node, code_of, running_node
+from tests.support.csi.node import Node, code_of
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
-from tests.support.waiting import until
 
 MOST = 2
 MEMORY = 128 * MIB
 CONNECTIONS = 8
-
-
-@pytest.fixture(scope="module")
-def node(s3: S3Server) -> Iterator[Node]:
-    flags = (
-        f"--max-volumes={MOST}",
-        f"--memory-limit={MEMORY}",
-        f"--max-connections={CONNECTIONS}",
-    )
-    with running_node(*flags, main=s3.endpoint_url) as node:
-        yield node
+FLAGS = (
+    f"--max-volumes={MOST}",
+    f"--memory-limit={MEMORY}",
+    f"--max-connections={CONNECTIONS}",
+)
 
 
 def settings_of(node: Node) -> list[MountSettings]:
@@ -40,12 +31,11 @@ def settings_of(node: Node) -> list[MountSettings]:
     return [MountSettings.from_texts(record["settings"]) for record in records]
 
 
-def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, shared: Bucket) -> None:
-    shared.put("a/hello", b"hello")
+def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, data: Bucket) -> None:
     targets = {name: node.target(name) for name in ("one", "two", "three", "again")}
 
     def publish(volume: str, pod: str = "", **attributes: str) -> None:
-        node.publish(volume, targets[pod or volume], bucket=shared.name, **attributes)
+        node.publish(volume, targets[pod or volume], bucket=data.name, **attributes)
 
     answer = node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
     assert answer.max_volumes_per_node == MOST
@@ -62,7 +52,6 @@ def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, share
     publish("three")
     for volume, pod in (("one", "one"), ("one", "again"), ("three", "three")):
         node.unpublish(volume, targets[pod])
-    until(lambda: not node.leftovers(), "nothing is left")
 
 
 def test_of_many_that_come_at_once_no_more_get_in_than_there_is_room_for(tmp_path: Path) -> None:

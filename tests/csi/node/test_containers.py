@@ -163,22 +163,6 @@ def test_containers_on_an_old_kernel_read_on_while_daemons_are_rolled_out(
         node.unpublish("volume", target)
 
 
-def test_a_new_container_sees_what_is_stacked_on_a_dead_mount(
-    node: Node, data: Bucket, daemons: DaemonsProcess
-) -> None:
-    target = node.target("pod")
-    node.publish("volume", target, bucket=data.name, prefix="a")
-    with container_reading(node, target, "hello"):
-        daemons.kill()
-        node.kill_all()
-        until(lambda: not node.processes(), "they are dead")
-        with daemons_of(node, "second"):
-            node.publish("volume", target, bucket=data.name, prefix="a")
-            with container_reading(node, target, "hello", read_only=True) as another:
-                assert another.read() == "hello hello"
-            node.unpublish("volume", target)
-
-
 @pytest.mark.usefixtures("daemons")
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_a_container_of_an_ordinary_user_writes_where_it_may(

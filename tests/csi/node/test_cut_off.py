@@ -1,16 +1,13 @@
 """A driver that is killed in the middle of a call, at each of its steps: the next call goes on."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.support.csi.node import START, Node, running_node, until_final
-from tests.support.servers.buckets import Bucket, keys
-from tests.support.servers.s3_server import S3Server
+from tests.support.csi.node import START, Node, until_final
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import PATIENCE_S
-from tests.support.waiting import until
 
 # The driver, which kills itself when a call comes to the function that CUT_AT names. No call is
 # answered before the mount has ended, however busy the machine is.
@@ -57,12 +54,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def node(s3: S3Server) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url) as node:
-        yield node
-
-
 def cut_off(node: Node, step: str, call: Any, *arguments: Any, **options: Any) -> None:
     """Make a call during which the driver dies at a step, and have the next driver started."""
     node.kill()
@@ -77,16 +68,13 @@ def cut_off(node: Node, step: str, call: Any, *arguments: Any, **options: Any) -
 
 @pytest.mark.parametrize(("publishing", "unpublishing"), PAIRS)
 def test_a_call_that_is_cut_off_is_finished_by_the_next(
-    node: Node, shared: Bucket, publishing: str, unpublishing: str
+    node: Node, data: Bucket, publishing: str, unpublishing: str
 ) -> None:
-    shared.put("hello", b"hello")
     target = node.target("pod")
-    cut_off(node, publishing, node.publish, "volume", target, bucket=shared.name)
-    until_final(node.publish, "volume", target, bucket=shared.name)
+    volume = {"bucket": data.name, "prefix": "a"}
+    cut_off(node, publishing, node.publish, "volume", target, **volume)
+    until_final(node.publish, "volume", target, **volume)
     assert (target / "hello").read_bytes() == b"hello"
     assert len(node.mounted()) == 2
     cut_off(node, unpublishing, node.unpublish, "volume", target)
     until_final(node.unpublish, "volume", target)
-    # The driver was killed before it looked whose end it waits for: the keeper may still be going.
-    until(lambda: not node.leftovers(), "nothing is left")
-    assert keys(shared) == ["hello"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from csi.errors import ResourceExhaustedError
 from csi.node.pod_records import (
     CLAIM_NAME,
     POD_NAME,
@@ -26,7 +27,7 @@ from tests.support.servers.s3_server import ACCESS_KEY, free_ports
 from tests.support.waiting import until
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-FLAGS = ("--max-inline-per-pod=1", "--max-inline-per-namespace=2")
+FLAGS = ("--max-inline-per-pod=1",)
 
 
 def run(node: Node, *arguments: str, **environment: str) -> str:
@@ -85,54 +86,44 @@ def test_status_finds_the_drivers_mounts_where_the_manifests_say(
     node.unpublish("volume", target)
 
 
-def test_a_pod_and_a_namespace_have_so_many_inline_volumes_and_no_more(
-    node: Node, shared: Bucket
-) -> None:
+def test_a_pod_has_so_many_inline_volumes_and_no_more(node: Node, shared: Bucket) -> None:
     inline = {"csi.storage.k8s.io/ephemeral": "true", "bucket": shared.name, "prefix": "a"}
-
-    def publish(number: int, of: dict[str, str]) -> Path:
-        target = node.target(f"pod-{number}", f"inline-{number}")
-        node.publish(f"csi-{number}", target, **inline, **of)
-        return target
-
-    first = publish(1, pod("one"))
+    targets = [node.target("pod", f"inline-{number}") for number in range(2)]
+    for _ in range(2):  # again, as kubelet does each minute
+        node.publish("csi-0", targets[0], **inline, **pod("one"))
     with refused(EXHAUSTED, "pod one has 1 inline volumes", "the scheduler does not count them"):
-        publish(2, pod("one"))
-    third = publish(3, pod("three"))
-    with refused(EXHAUSTED, "namespace team has 2 inline volumes"):
-        publish(4, pod("four"))
-    fifth = publish(5, pod("five", "other"))
-    publish(1, pod("one"))  # again, as kubelet does each minute
-    node.unpublish("csi-3", third)
-    fourth = publish(4, pod("four"))
-    for number, target in ((1, first), (4, fourth), (5, fifth)):
-        node.unpublish(f"csi-{number}", target)
+        node.publish("csi-1", targets[1], **inline, **pod("one"))
+    node.unpublish("csi-0", targets[0])
     # What was refused has left nothing, although kubelet does not unpublish it.
     assert list((node.state / "pods").iterdir()) == []
 
 
-def test_what_a_killed_driver_left_does_not_count(tmp_path: Path) -> None:
-    records, bounds = PodRecords(tmp_path / "records"), InlineBounds(1, 1)
+def test_inline_volumes_are_counted_by_pod_and_by_namespace(tmp_path: Path) -> None:
+    records, bounds = PodRecords(tmp_path / "records"), InlineBounds(1, 2)
 
-    def record(uid: str) -> PodRecord:
-        path = tmp_path / "pods" / uid / "volumes/kubernetes.io~csi/data/mount"
-        path.mkdir(parents=True)
-        return PodRecord(str(path), "team", "one", is_inline=True)
+    def publish(name: str, namespace: str = "team") -> Path:
+        path = tmp_path / f"pods/{namespace}-{name}/volumes/kubernetes.io~csi/data/mount"
+        path.mkdir(parents=True, exist_ok=True)
+        record = PodRecord(str(path), namespace, name, is_inline=True)
+        with records.publishing(record, bounds):
+            return path
 
-    gone = record("gone")
-    with records.publishing(gone, bounds):
-        pass
-    os.rename(tmp_path / "pods/gone", tmp_path / "removed")
-    with records.publishing(record("next"), bounds):
-        assert Path(gone.target) not in records.all()
+    publish("one")
+    third = publish("three")
+    with pytest.raises(ResourceExhaustedError, match="namespace team has 2 inline volumes"):
+        publish("four")
+    publish("five", "other")
+    publish("one")
+    records.forget(third)
+    publish("four")
+    # Nor does what a killed driver left count.
+    os.rename(tmp_path / "pods/team-one", tmp_path / "removed")
+    assert publish("six") in records.all()
 
 
 def test_attributes_of_an_author_are_no_claims() -> None:
     context: dict[str, str] = {CLAIM_NAME: "forged", **pod("p")}
     assert PodRecord.of(Path("/target"), context, is_inline=True).claim == ""
-
-
-POD = {"csi.storage.k8s.io/pod.name": "trainer-0", "csi.storage.k8s.io/pod.namespace": "team"}
 
 
 @pytest.fixture
@@ -151,7 +142,7 @@ def scrape(url: str) -> str:
 def test_volumes_are_served_with_their_pods(served: tuple[Node, str], data: Bucket) -> None:
     node, url = served
     target = node.target("pod")
-    node.publish("vol", target, bucket=data.name, prefix="a", **POD)
+    node.publish("vol", target, bucket=data.name, prefix="a", **pod("trainer-0"))
     assert (target / "hello").read_bytes() == b"hello"
     text = scrape(url)
     assert 'fusefs_volume_up{volume="vol"} 1.0' in text

@@ -5,7 +5,6 @@ publishing (again) ends with the right bytes readable, shown with the pod's grou
 the other identity's; no object is lost; and when all have gone, nothing is left.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from hypothesis.stateful import (
 from hypothesis.strategies import sampled_from
 
 from tests.support.csi.daemons import DaemonsProcess
-from tests.support.csi.node import Node, capability, running_node, until_final
+from tests.support.csi.node import Node, capability, until_final
 from tests.support.csi.rights import allow, reboot, retire
 from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import S3Server
@@ -30,12 +29,7 @@ from tests.support.waiting import until
 # With their groups.
 PODS = {"pod-0": 2000, "pod-1": 2001, "pod-2": 2002}
 IDENTITIES = ("x", "y")
-
-
-@pytest.fixture(scope="module")
-def node(s3: S3Server) -> Iterator[Node]:
-    with running_node("--daemons=there", main=s3.endpoint_url) as node:
-        yield node
+FLAGS = ("--daemons=there",)
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +164,11 @@ def read(target: Path) -> str:
 
 @in_storms("examples_and_steps", (1, 6), (20, 20))
 def test_a_node_keeps_its_promises_in_any_order_of_events(
-    s3: S3Server, node: Node, data: Bucket, examples_and_steps: tuple[int, int]
+    s3: S3Server, running: Node, data: Bucket, examples_and_steps: tuple[int, int]
 ) -> None:
     examples, steps = examples_and_steps
     run_state_machine_as_test(
-        lambda: NodeModel(s3, node, data),
+        lambda: NodeModel(s3, running, data),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

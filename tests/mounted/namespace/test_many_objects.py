@@ -18,7 +18,7 @@ from tests.support.semantics import states
 from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
-SHAPE = Shape(folders=40, per_folder=500, flat=50_000)
+SHAPE = Shape(folders=40, per_folder=500, flat=30_000)
 LIMIT = "112MiB"
 # Of a walk: of the folders that tell about all others, where the kernel asks twice, and of at most
 # one folder in forty whose listing shows names alone, as the kernel forgets others too slowly.

@@ -95,7 +95,7 @@ def in_parallel(work: Callable[[int], None]) -> None:
 )
 def test_the_kernel_is_made_to_forget_names(mounter: Mounter) -> None:
     assert MemoryBudget.of(256 * MIB).names == 81_920
-    names = [f"{number // 1000:03}/{number:06}" for number in range(12_000)]
+    names = [f"{number // 1000:03}/{number:06}" for number in range(9_500)]
     with ListingServer(names) as server:
         mount = mounter(
             "--session",

@@ -21,7 +21,7 @@ from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.programs import IS_FULL, check_what_is_left, names_and_contents, need, run, tree
 from tests.support.servers.buckets import Bucket
 
-FILES = 5000 if IS_FULL else 100
+FILES = 5000 if IS_FULL else 60
 
 
 @pytest.fixture(scope="module")

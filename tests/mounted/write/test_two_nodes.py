@@ -148,7 +148,7 @@ def is_stale(work: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("size", [0, LARGE], ids=["new", "large"])
 def test_two_nodes_append_in_turn(nodes: MakeNodes, size: int) -> None:
     both, lines = nodes(**({"log": bytes(size)} if size else {})), []
-    rounds = 3 if size else 20
+    rounds = 3 if size else 10
     for number in range(rounds):
         for path in both.paths:
             lines.append(f"{name_of(path)} {number}\n")
@@ -226,7 +226,7 @@ def test_a_file_that_stays_open_is_appended_to_behind_what_another_node_appends(
 def test_two_nodes_edit_in_turn(nodes: MakeNodes, size: int) -> None:
     both = nodes(file=bytes(size))
     expected = bytearray(size)
-    for number in range(20 if size < LARGE else 3):
+    for number in range(10 if size < LARGE else 3):
         for path in both.paths:
             with open(path / "file", "r+b") as file:
                 assert file.read(100) == expected[:100]

@@ -220,6 +220,14 @@ class Node:
             if forking.NAME in command or "fusefs daemon" in command
         ]
 
+    def holders_of(self, secret: bytes) -> list[Path]:
+        """Files that have a secret: the log, the node's own, and what /proc shows of processes."""
+        pids = [*self.processes(), self.process.pid] if self.process else [*self.processes()]
+        shown = [Path("/proc", str(pid), name) for pid in pids for name in ("cmdline", "environ")]
+        own = [path for place in (self.state, self.cache) for path in place.rglob("*")]
+        files = [self.log, *shown, *own]
+        return [path for path in files if path.is_file() and secret in path.read_bytes()]
+
     def kill_all(self, whom: str = "") -> None:
         """SIGKILL all keepers and daemons, or those whose command says so, at one moment.
 

@@ -37,14 +37,16 @@ needs_passthrough = pytest.mark.skipif(
 needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
 
-def keeper_command(python: str = sys.executable, project: Path = PROJECT) -> list[str]:
+def keeper_command(python: str, policy: dict[str, float]) -> list[str]:
+    """The keeper's program, with other values of its policy's constants."""
     return [
         python,
         "-I",
         "-S",
         "-c",
-        f"import sys; sys.path.insert(0, {str(project)!r}); "
-        "from fusefs.keeper.main import main; sys.exit(main())",
+        f"import sys; sys.path.insert(0, {os.fspath(PROJECT)!r}); "
+        f"from fusefs.keeper import main, policy; vars(policy).update({policy!r}); "
+        "sys.exit(main.main())",
     ]
 
 
@@ -67,6 +69,7 @@ class Kept:
         self.process: subprocess.Popen[bytes]
         self.command = [sys.executable, str(STANDIN)]
         self._started: list[subprocess.Popen[bytes]] = []
+        self.policy: dict[str, float] = {}
         self.settings: dict[str, Any] = {}
         self.configuration: dict[str, Any] = {}
 
@@ -105,7 +108,10 @@ class Kept:
             "most_backing_ids": 100,
             "hang_s": 30.0,
             "max_pause_s": 300.0,
-            "keeper_command": [*keeper_command(program[0] if user else sys.executable), self._mark],
+            "keeper_command": [
+                *keeper_command(program[0] if user else sys.executable, self.policy),
+                self._mark,
+            ],
         } | overrides
         self.settings["keeper"] = self.configuration
         answer = self._launch(user=user)

@@ -81,6 +81,7 @@ def test_a_daemon_that_hangs_tells_where_and_is_replaced(kept: Kept) -> None:
 
 
 def test_daemons_that_die_one_after_the_other_end_the_mount_with_an_error(kept: Kept) -> None:
+    kept.policy = {"LONGEST_DELAY_S": 0.1}
     kept.start({"take_over": "exit"})
     with blocked_reader(kept) as reader:
         kept.kill_daemon()
