@@ -50,15 +50,8 @@ def test_calls_without_a_deadline_are_answered(driver: Driver, node: Node, bucke
         )
     )
     for _ in range(2):
-        node.node.NodePublishVolume(
-            csi_pb2.NodePublishVolumeRequest(
-                volume_id=volume.volume_id,
-                target_path=target,
-                volume_capability=capability,
-                secrets=SECRETS,
-                volume_context={**volume.volume_context, **ADDED},
-            )
-        )
+        context = {**volume.volume_context, **ADDED}
+        node.node.NodePublishVolume(node.request(volume.volume_id, target, **context))
     for _ in range(2):
         node.node.NodeUnpublishVolume(
             csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume.volume_id, target_path=target)
@@ -84,16 +77,7 @@ def test_a_claim_is_provisioned_used_grown_and_given_back(
     )
     target = node.target("pod", NAME)
     capability = mount_capability()
-    node.node.NodePublishVolume(
-        csi_pb2.NodePublishVolumeRequest(
-            volume_id=volume.volume_id,
-            target_path=str(target),
-            volume_capability=capability,
-            secrets=SECRETS,
-            volume_context={**volume.volume_context, **ADDED},
-        ),
-        timeout=PATIENCE_S,
-    )
+    node.publish(volume.volume_id, target, **{**volume.volume_context, **ADDED})
     (target / "results").mkdir()
     (target / "results" / "loss").write_bytes(b"0.1")
     key = f"fresh/team/{NAME}/results/loss"

@@ -269,17 +269,8 @@ def test_the_command_serves_until_it_is_terminated(short: Path, s3: S3Server) ->
     stores = short / "stores.toml"
     stores.write_text(f'[stores.minio]\nendpoint-url = "{s3.endpoint_url}"\n')
     path = short / "csi.sock"
-    process = command(
-        "controller",
-        "--endpoint",
-        f"unix://{path}",
-        "--stores",
-        str(stores),
-        "--cluster-id",
-        "c",
-        "--log-level",
-        "debug",
-    )
+    where = (f"--endpoint=unix://{path}", f"--stores={stores}", "--cluster-id=c")
+    process = command("controller", *where, "--log-level=debug")
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not path.exists() and time.monotonic() < deadline:

@@ -24,7 +24,6 @@ import pytest
 from csi import main
 from csi.generated import csi_pb2
 from csi.volume import location, stores
-from csi.volume.options import read_options
 from fusefs.diagnosis import bucket
 from tests.support.csi.calls import Driver, mount_capability
 from tests.support.csi.node import running_node
@@ -32,15 +31,16 @@ from tests.support.packaging.documents import commands, shell_blocks
 from tests.support.packaging.manifests import (
     PROJECT,
     VERSIONS,
-    Object,
     chart,
     check,
+    check_classes,
     container,
     containers,
     every,
     find,
     lets_out,
     name_of,
+    own_parameters,
     pod_templates,
     read,
     render,
@@ -112,7 +112,7 @@ def test_the_charts_values_are_taken_and_understood(name: str, tmp_path: Path) -
     for document in documents:
         for version in VERSIONS:
             check(document, version)
-    understand_classes(documents, tmp_path)
+    check_classes(documents, stores_file(documents, tmp_path))
 
 
 def test_secrets_are_those_that_the_classes_name() -> None:
@@ -149,25 +149,6 @@ def test_a_roles_trust_policy_names_an_account_that_is_there() -> None:
         assert condition[f"{FOUND['OIDC']}:sub"] == f"system:serviceaccount:{subject}"
         [request] = find(documents, "CSIDriver")["spec"]["tokenRequests"]
         assert condition[f"{FOUND['OIDC']}:aud"] == request["audience"]
-
-
-def understand_classes(documents: list[Object], directory: Path) -> None:
-    known = stores.read_stores(stores_file(documents, directory))
-    for each in every(documents, "StorageClass"):
-        parameters = own_parameters(each)
-        assert parameters.pop("onDelete") == "retain"
-        names = {"pvc.namespace": "default", "pvc.name": "training", "pv.name": "pvc-1"}
-        place = {key: parameters.pop(key) for key in location.LOCATION_KEYS & parameters.keys()}
-        location.location_of({**place, "prefix": location.fill_in(place["prefix"], names)}, known)
-        read_options(parameters, [], is_inline=False)
-
-
-def own_parameters(storage_class: Object) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in storage_class["parameters"].items()
-        if not name.startswith("csi.storage.k8s.io/")
-    }
 
 
 def test_the_pods_role_may_what_a_volume_does() -> None:

@@ -197,6 +197,12 @@ def status(mount: Mount) -> dict[str, Any]:
     return control.request(registry.mount_directory(mount.path) / "status.sock", "status", 30)
 
 
+def fetched(mount: Mount) -> int:
+    """The bytes that the mount has had from the bucket."""
+    count: int = mount.status()["s3"]["bytes_fetched"]
+    return count
+
+
 def all_sent(mount: Mount) -> None:
     """Wait until the bucket has everything, attributes as well."""
     until(lambda: not pending(mount), "the bucket has everything")

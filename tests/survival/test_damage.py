@@ -12,7 +12,7 @@ import pytest
 from fusefs.launch import control, registry
 from fusefs.launch.registry import RUNTIME_VARIABLE
 from fusefs.posix.journal import records
-from tests.support.machine.disks import small_disk
+from tests.support.machine.disks import fill, small_disk
 from tests.support.mounting import WRITABLE, Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -147,20 +147,14 @@ def test_a_mount_goes_on_where_the_next_daemon_can_not_register(
             source = f"s3://{bucket.name}/"
             options += ["--session", "kernel", "--log-file", log]
             fusefs("mount", source, path, *options, environment=environment)
-            fill(run / "filler")
+            filler = fill(run)
             keeper = registry.keeper_socket(path)
             os.kill(control.exchange(keeper, {"do": "status"}, 10)["daemon"], signal.SIGKILL)
             assert (path / "a").read_bytes() == b"content"
             assert TEXT in log.read_text()
-            (run / "filler").unlink()
+            filler.unlink()
             until(lambda: "commands find this mount again" in log.read_text())
             status = fusefs("status", path, "--json", environment=environment).stdout
             assert json.loads(status)["mountpoint"] == str(path)
         finally:
             fusefs("umount", "--force", path, environment=environment, check=False)
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)):
-            pass

@@ -96,15 +96,8 @@ def test_an_older_version_of_ones_own_is_no_conflict_after_a_power_cut(
     mounter: Mounter, bucket: Bucket, faulty: FaultyS3, as_owner: None, tmp_path: Path
 ) -> None:
     with cut_disk(tmp_path) as disk:
-        mount = mounter(
-            "--durability",
-            "local",
-            "--retry-time",
-            "1s",
-            *WRITABLE,
-            endpoint_url=faulty.endpoint_url,
-            cache="disk/cache",
-        )
+        options = (*WRITABLE, "--durability", "local", "--retry-time", "1s")
+        mount = mounter(*options, endpoint_url=faulty.endpoint_url, cache="disk/cache")
         faulty.add("PUT", "file", lose_answer=True, times=1)
         lost = faulty.add("*", "file", code="InternalError")
         (mount.path / "file").write_bytes(b"first")

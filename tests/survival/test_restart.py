@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,47 +128,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """The cache of `mounter`, on a small tmpfs; tests name it before, so that it goes after."""
     with small_disk(tmp_path / "disk", 64) as path:
         yield path
-
-
-class DiskUse:
-    """Looks at how much more of a disk is taken, until it is left.
-
-    Asks the disk, which answers for one moment: files come and go while one adds them up.
-    """
-
-    def __init__(self, disk: Path) -> None:
-        self.most = 0
-        self._disk = disk
-        self._at_first = self._taken()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> DiskUse:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(0.05):
-            self.most = max(self.most, self._taken() - self._at_first)
-
-    def _taken(self) -> int:
-        status = os.statvfs(self._disk)
-        return (status.f_blocks - status.f_bfree) * status.f_frsize
-
-
-def test_the_limit_holds_while_32_readers_stream_more_than_fits(
-    bucket: Bucket, disk: Path, mounter: Mounter
-) -> None:
-    objects = put_many(bucket, 32, 3 * MIB)
-    one = mounter("--cache-size", "24MiB", cache="disk/cache")
-    with DiskUse(disk) as use:
-        check_all(one, objects, workers=32)
-    assert MIB < use.most <= 24 * MIB + 32 * 4096 + CATALOG
-    assert one.status()["cache"]["used_bytes"] <= 24 * MIB
 
 
 def test_the_floor_of_free_space_holds(bucket: Bucket, disk: Path, mounter: Mounter) -> None:

@@ -133,16 +133,9 @@ def test_upgrades_go_unnoticed(survival: Mount, upgrades: int) -> None:
             fusefs("upgrade", survival.path, environment=survival.environment)
             assert serving_pid(survival) != before
         before = serving_pid(survival)
-        failed = fusefs(
-            "upgrade",
-            survival.path,
-            "--endpoint-url",
-            "http://127.0.0.1:1",
-            "--retry-time",
-            "1s",
-            environment=survival.environment,
-            check=False,
-        )
+        nowhere = ("--endpoint-url", "http://127.0.0.1:1", "--retry-time", "1s")
+        upgrade = ("upgrade", survival.path, *nowhere)
+        failed = fusefs(*upgrade, environment=survival.environment, check=False)
         assert failed.returncode == 1
         assert serving_pid(survival) == before
 

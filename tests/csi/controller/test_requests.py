@@ -13,11 +13,8 @@ from tests.support.sharing import PATIENCE_S
 
 RAW = bytes(range(32))
 TEXT = base64.b64encode(RAW).decode()
-OTHER_TEXT = base64.b64encode(bytes(32)).decode()
 ENCRYPTED: dict[str, Any] = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": RAW}
 WITH_KEY = {**KEYS, "customer_key": TEXT}
-ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/data"
-HOST = "data-123456789012.s3-accesspoint.us-west-2.amazonaws.com"
 
 
 def with_secret(message: Any, secret: dict[str, str]) -> Any:

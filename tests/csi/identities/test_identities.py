@@ -135,19 +135,9 @@ for path in sys.argv[1:]:
 
 def within_reach(node: Node, uid: int, paths: list[str]) -> str:
     """Which of some files and sockets a user of the node gets at."""
+    ids = [f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
     done = subprocess.run(
-        [
-            "setpriv",
-            "--reuid",
-            str(uid),
-            "--regid",
-            str(uid),
-            "--clear-groups",
-            node.command[0],
-            "-c",
-            TRY,
-            *paths,
-        ],
+        ["setpriv", *ids, node.command[0], "-c", TRY, *paths],
         env={**os.environ, **node.environment},
         stdout=subprocess.PIPE,
         text=True,

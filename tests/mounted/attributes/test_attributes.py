@@ -243,17 +243,6 @@ def test_a_write_after_a_set_time_has_a_time_of_its_own(path: Path) -> None:
     assert path.stat().st_mtime_ns == written
 
 
-def test_opening_for_writing_alone_changes_no_time(mount: Mount, path: Path) -> None:
-    os.utime(path, (1, 1))
-
-    def open_only() -> None:
-        with open(path, "r+b"):
-            pass
-
-    assert cost(mount, open_only).get("puts") is None
-    assert path.stat().st_mtime == 1
-
-
 def test_an_open_file_shows_the_size_and_blocks_that_it_has(path: Path) -> None:
     with open(path, "r+b", buffering=0) as file:
         file.write(bytes(70_000))

@@ -89,14 +89,8 @@ def test_an_edit_that_needs_damaged_bytes_without_the_store_fails(
     bucket: Bucket, mounter: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("file", SMALL)
-    made = mounter(
-        WRITABLE,
-        "--retry-time",
-        "1s",
-        "--metadata-ttl",
-        "indefinite",
-        endpoint_url=faulty.endpoint_url,
-    )
+    options = (WRITABLE, "--retry-time", "1s", "--metadata-ttl", "indefinite")
+    made = mounter(*options, endpoint_url=faulty.endpoint_url)
     path = made.path / "file"
     assert path.read_bytes() == SMALL
     (copy,) = cached(made.cache)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, Mounter, fetched, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -35,11 +35,6 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def local(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(fusefs("status", "--json", str(path)).stdout)
     return found
-
-
-def fetched(mount: Mount) -> int:
-    count: int = mount.status()["s3"]["bytes_fetched"]
-    return count
 
 
 @pytest.fixture(scope="module")
@@ -224,21 +219,8 @@ def test_a_manifest_is_fetched_and_its_bad_lines_are_named(
     assert "6 files, 24.4 KiB in the cache" in result.stdout
     assert "1 file can't be read: line 8: tree/d2/none (there is no such file" in result.stdout
     assert local(here.path / "tree")["local_files"] == 6
-    done = subprocess.run(
-        [
-            str(FUSEFS),
-            "warm",
-            "--wait",
-            "--manifest",
-            "-",
-            "--shard",
-            "0/1",
-            str(here.path / "tree"),
-        ],
-        input="d2\n",
-        capture_output=True,
-        text=True,
-    )
+    given = ("warm", "--wait", "--manifest", "-", "--shard", "0/1", here.path / "tree")
+    done = subprocess.run([FUSEFS, *given], input="d2\n", capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "standard input (shard 0/1): 4 files" in done.stdout
 

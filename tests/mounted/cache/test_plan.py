@@ -12,7 +12,7 @@ import pytest
 
 import fusefs as fusefs_module
 from fusefs.launch.control import CommandError
-from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, Mount, Mounter, fetched, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -48,11 +48,6 @@ def plan_of(mount: Mount) -> dict[str, Any]:
     [plan] = mount.status()["plans"]
     found: dict[str, Any] = plan
     return found
-
-
-def fetched(mount: Mount) -> int:
-    count: int = mount.status()["s3"]["bytes_fetched"]
-    return count
 
 
 @states(

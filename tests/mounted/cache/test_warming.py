@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.mounting import FUSEFS, Mount, Mounter, fusefs
+from tests.support.mounting import FUSEFS, Mount, Mounter, fetched, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -60,11 +60,6 @@ def warm(*arguments: str | bytes | Path) -> subprocess.CompletedProcess[str]:
 def jobs(mount: Mount) -> list[dict[str, Any]]:
     status: list[dict[str, Any]] = mount.status()["warming"]
     return status
-
-
-def fetched(mount: Mount) -> int:
-    count: int = mount.status()["s3"]["bytes_fetched"]
-    return count
 
 
 @states(

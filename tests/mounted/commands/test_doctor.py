@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from fusefs.store.capabilities import PROBE_NAME
+from tests.support.machine.disks import small_disk
 from tests.support.mounting import Mounter, fusefs
 from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -58,28 +58,21 @@ def test_a_sound_mount_has_no_problem_and_a_silent_daemon_is_one(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk], check=False
-    ).returncode
-    if mounted:
-        pytest.skip("this container may not mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 64) as path:
+        yield path
 
 
 def test_a_cache_that_has_filled_its_disk_is_no_problem(
-    small_disk: Path, bucket: Bucket, mounter: Mounter
+    disk: Path, bucket: Bucket, mounter: Mounter
 ) -> None:
     for number in range(20):
         bucket.put(f"{number:02}", b"x" * (4 << 20))
-    mount = mounter(cache=small_disk.name)
+    mount = mounter(cache="disk/cache")
     for number in range(20):
         (mount.path / f"{number:02}").read_bytes()
     # As the log of any program on that disk.
-    (small_disk / "log").write_bytes(b"x" * (4 << 20))
+    (disk / "log").write_bytes(b"x" * (4 << 20))
     _, found = examined(mount.path)
     assert found["cache room"]["level"] != "problem", found["cache room"]
 

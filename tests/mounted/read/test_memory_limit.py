@@ -53,16 +53,8 @@ def test_many_readers_of_files_that_fit_no_cache_stay_within_the_limit(
     data = content("large", SIZE)
     for number in range(READERS):
         bucket.put(f"{number}", data)
-    mount = mounter(
-        "--session",
-        "kernel",
-        "--memory-limit",
-        limit,
-        "--cache-size",
-        "1MiB",
-        "--passthrough",
-        "off",
-    )
+    options = ("--session", "kernel", "--cache-size", "1MiB", "--passthrough", "off")
+    mount = mounter(*options, "--memory-limit", limit)
     wrong: list[int] = []
     together = threading.Barrier(READERS)
 
@@ -97,14 +89,8 @@ def test_the_kernel_is_made_to_forget_names(mounter: Mounter) -> None:
     assert MemoryBudget.of(256 * MIB).names == 81_920
     names = [f"{number // 1000:03}/{number:06}" for number in range(9_500)]
     with ListingServer(names) as server:
-        mount = mounter(
-            "--session",
-            "kernel",
-            "--anonymous",
-            "--memory-limit",
-            "112MiB",
-            endpoint_url=server.endpoint_url,
-        )
+        options = ("--session", "kernel", "--anonymous", "--memory-limit", "112MiB")
+        mount = mounter(*options, endpoint_url=server.endpoint_url)
         held = os.open(mount.path / "000", os.O_RDONLY | os.O_DIRECTORY)
         try:
             facts = until(lambda: use_all(mount, names), "the names are not counted")

@@ -191,19 +191,8 @@ def test_pip_installs_a_package_that_can_be_imported(
         )
         archive.writestr("parcel-1.0.dist-info/RECORD", "")
     folder = mount.path / "pip"
-    install = (
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "--target",
-        folder,
-        wheel,
-    )
+    options = ("-q", "--no-index", "--no-deps", "--disable-pip-version-check")
+    install = (sys.executable, "-m", "pip", "install", *options, "--target", folder, wheel)
     run(*install)
     use = (sys.executable, "-c", "import parcel; print(parcel.__file__, parcel.NUMBER)")
     assert run(*use, PYTHONPATH=str(folder)) == f"{folder}/parcel/__init__.py 3\n"
@@ -221,19 +210,8 @@ def test_an_editor_saves(mount: Mount, shared: Bucket, way: str) -> None:
     (folder / "config.json").write_text('{"rate": 0.1}\n' * 100)
     (folder / "config.json").chmod(0o640)
     edit = f"set backup writebackup backupskip= backupcopy={way} fsync"
-    run(
-        "vim",
-        "-u",
-        "NONE",
-        "-es",
-        "-c",
-        edit,
-        "-c",
-        "%s/0.1/0.25/",
-        "-c",
-        "wq",
-        folder / "config.json",
-    )
+    commands = ("-c", edit, "-c", "%s/0.1/0.25/", "-c", "wq")
+    run("vim", "-u", "NONE", "-es", *commands, folder / "config.json")
     left = check_what_is_left(mount, shared, folder.name)
     assert sorted(left) == ["config.json", "config.json~"]
     assert (folder / "config.json").read_text() == '{"rate": 0.25}\n' * 100

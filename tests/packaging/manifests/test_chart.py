@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from csi import main
-from csi.identities.cluster_caches import read_cluster_caches
 from csi.volume import stores
 from tests.support.packaging.manifests import (
     CHART,
@@ -25,6 +24,7 @@ from tests.support.packaging.manifests import (
     chart,
     check,
     check_keys,
+    cluster_caches,
     container,
     containers,
     every,
@@ -46,7 +46,6 @@ helm = pytest.importorskip("helm_python", reason="Helm's library is for x86-64 a
 
 MINIO = {"endpoint-url": "https://minio.example.com:9000", "addressing": "path"}
 SEAWEEDFS = "http://seaweedfs-s3.fusefs-cache.svc.cluster.local:8333"
-KEYS_FILE = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
 GPU = {"name": "gpu", "nodeSelector": {"pool": "gpu"}}
 CACHE = {"url": "s3://cache/p", "secretName": "cache-secret"}
 STORE_SECRET = "fusefs-csi-store-secret"
@@ -356,21 +355,10 @@ def test_stores_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
 
 def test_cluster_caches_become_the_file_that_the_driver_reads(tmp_path: Path) -> None:
     documents = chart(clusterCaches={"a.b": {**CACHE, "endpoint": SEAWEEDFS}, "*": CACHE})
-    pod = template(documents, "fusefs-csi-node")
-    directory, secrets = cluster_cache_files(pod)
-    text = find(documents, "ConfigMap", "fusefs-csi-cluster-caches")["data"]["cluster-caches.toml"]
-    for path in secrets:
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        content = KEYS_FILE if path.endswith("/credentials") else "sixteen-bytes-or-more"
-        (tmp_path / path).write_text(content)
-    (tmp_path / "file").write_text(text.replace(directory, str(tmp_path)))
-    known = read_cluster_caches(tmp_path / "file")
+    known = cluster_caches(documents, tmp_path)
     assert known.by_domain.keys() == {"a.b", "*"}
     assert known.by_domain["a.b"].settings["cluster_cache_endpoint"] == SEAWEEDFS
     assert known.by_domain["*"].settings == {"cluster_cache": CACHE["url"]}
-    # The controller, which mounts nothing, and the daemons, which are given them, have none.
-    assert "cache-secret" not in str(template(documents, "fusefs-csi-daemons"))
-    assert "cache-secret" not in str(template(documents, "fusefs-csi-controller"))
 
 
 def test_the_cluster_cache_that_is_shown_is_taken(tmp_path: Path) -> None:
@@ -380,11 +368,8 @@ def test_the_cluster_cache_that_is_shown_is_taken(tmp_path: Path) -> None:
     documents = chart(**values)
     [cache] = values["clusterCaches"].values()
     assert lets_out(find(documents, "NetworkPolicy"), cache["endpoint"])
-    of_component = render_with(tmp_path, "cluster-cache")
-    files = [
-        cluster_cache_files(template(each, "fusefs-csi-node")) for each in (documents, of_component)
-    ]
-    assert files[0] == files[1]
+    of_component = cluster_caches(render_with(tmp_path, "cluster-cache"), tmp_path)
+    assert of_component.by_domain.keys() == values["clusterCaches"].keys()
 
 
 def test_another_cluster_cache_rolls_the_pods_that_read_it() -> None:
@@ -396,21 +381,6 @@ def test_another_cluster_cache_rolls_the_pods_that_read_it() -> None:
         assert (
             one.get("checksum/configuration") != other.get("checksum/configuration")
         ) == is_rolled
-
-
-def cluster_cache_files(pod: Object) -> tuple[str, list[str]]:
-    """Where the driver has its cluster caches, and the paths of Secrets in it."""
-    [mount] = (
-        each
-        for each in container(pod, "driver")["volumeMounts"]
-        if each["name"] == "cluster-caches"
-    )
-    [volume] = (each for each in pod["spec"]["volumes"] if each["name"] == "cluster-caches")
-    projected = volume["projected"]
-    assert projected["defaultMode"] == 0o400
-    assert mount["readOnly"]
-    secrets = [source["secret"] for source in projected["sources"] if "secret" in source]
-    return mount["mountPath"], [item["path"] for each in secrets for item in each["items"]]
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "cilium"])

@@ -17,24 +17,21 @@ from tests.support.packaging.manifests import (
     VERSIONS,
     Object,
     check,
-    container,
+    cluster_caches,
     containers,
     every,
     find,
-    flag,
     lets_out,
     name_of,
     pod_templates,
     render,
     render_with,
-    template,
 )
 
 SEAWEEDFS = MANIFESTS / "seaweedfs"
 WEED = Path(sys.prefix) / "bin" / "weed"
 NAMESPACE = "fusefs-cache"
 DOCUMENTS = [PROJECT / "docs" / name / "cluster-cache.md" for name in ("guides", "operate")]
-KEYS = ("cache-access", "cache-secret")
 
 
 @pytest.fixture
@@ -60,32 +57,9 @@ def commands(documents: list[Object]) -> dict[str, list[str]]:
 
 def test_the_driver_finds_the_files_that_its_cluster_cache_names(tmp_path: Path) -> None:
     documents = render_with(tmp_path, "cluster-cache")
-    pod = template(documents, "fusefs-csi-node")
-    driver = container(pod, "driver")
-    [mount] = (each for each in driver["volumeMounts"] if each["name"] == "cluster-caches")
-    [volume] = (each for each in pod["spec"]["volumes"] if each["name"] == "cluster-caches")
-    assert volume["projected"]["defaultMode"] == 0o400
-    file = Path(flag(driver, "cluster-caches"))
-    assert file.parent == Path(mount["mountPath"])
-    there = tmp_path / "there"
-    for source in volume["projected"]["sources"]:
-        if "configMap" in source:
-            config = find(documents, "ConfigMap", source["configMap"]["name"])["data"]
-            there.mkdir()
-            text = config[file.name].replace(mount["mountPath"], str(there))
-            (there / file.name).write_text(text)
-        for item in source.get("secret", {}).get("items", []):
-            (there / item["path"]).parent.mkdir(exist_ok=True)
-            (there / item["path"]).write_text(example(item["key"]))
-    [cache] = read_cluster_caches(there / file.name).by_domain.values()
+    (tmp_path / "there").mkdir()
+    [cache] = cluster_caches(documents, tmp_path / "there").by_domain.values()
     assert cache.settings["cluster_cache"].startswith(f"s3://{bucket()}/")
-    for name in ("fusefs-csi-daemons", "fusefs-csi-controller"):
-        assert "cluster-cache" not in str(template(documents, name))
-
-
-def example(item: str) -> str:
-    keys = "[default]\naws_access_key_id = a\naws_secret_access_key = b\n"
-    return {"credentials": keys, "key": "sixteen-bytes-or-more"}[item]
 
 
 @pytest.mark.parametrize("policy", ["network-policy", "network-policy-cilium"])

@@ -23,14 +23,13 @@ from csi.identities.credentials import POD_IDENTITY_AGENT, POD_IDENTITY_AUDIENCE
 from csi.identity import IdentityService
 from csi.node import config, reconciler
 from csi.node import service as node
-from csi.volume import location as volumes
 from csi.volume import stores
-from csi.volume.options import read_options
 from fusefs.launch.registry import RUNTIME_VARIABLE
 from tests.support.packaging.manifests import (
     MANIFESTS,
     POLICIES,
     Object,
+    check_classes,
     check_keys,
     container,
     containers,
@@ -228,23 +227,7 @@ def test_a_pod_is_given_the_time_that_its_end_takes(
 @each_kustomization
 def test_shipped_classes_keep_the_data_and_are_understood(directory: Path, tmp_path: Path) -> None:
     documents = render(directory)
-    known = stores.read_stores(stores_file(documents, tmp_path))
-    for storage_class in every(documents, "StorageClass"):
-        parameters = {
-            name: value
-            for name, value in storage_class["parameters"].items()
-            if not name.startswith("csi.storage.k8s.io/")
-        }
-        assert parameters.pop("onDelete") == "retain"
-        prefix = volumes.fill_in(
-            parameters["prefix"], {"pvc.namespace": "team", "pvc.name": "data", "pv.name": "pvc-1"}
-        )
-        location = {
-            name: value for name, value in parameters.items() if name in volumes.LOCATION_KEYS
-        }
-        volumes.location_of({**location, "bucket": "bucket", "prefix": prefix}, known)
-        own = {name: value for name, value in parameters.items() if name not in location}
-        read_options(own, storage_class.get("mountOptions", []), is_inline=False)
+    check_classes(documents, stores_file(documents, tmp_path))
 
 
 def test_the_file_of_stores_shows_a_store_that_can_be_read(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fusefs.linux.processes import has_ended
 from tests.support.csi.node import Node
 from tests.support.csi.pod import without_kubelet
 from tests.support.sharing import PATIENCE_S
@@ -31,10 +32,8 @@ class DaemonsProcess:
                     *RIGHTS,
                     *node.command,
                     "daemons",
-                    "--state-dir",
-                    node.state,
-                    "--ready-file",
-                    self._ready,
+                    f"--state-dir={node.state}",
+                    f"--ready-file={self._ready}",
                     *options,
                 ],
                 env={**os.environ, **node.environment},
@@ -66,12 +65,6 @@ class DaemonsProcess:
             self.process.wait(PATIENCE_S)
         if os.environ.get("SHOW_DRIVER_LOG"):
             print(self.log.read_text())
-
-
-def has_ended(pidfd: int) -> bool:
-    from fusefs.linux.processes import has_ended
-
-    return has_ended(pidfd)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from csi.volume import stores
+from csi.identities.cluster_caches import ClusterCaches, read_cluster_caches
+from csi.volume import location, stores
+from csi.volume.options import read_options
 
 PROJECT = Path(__file__).parents[3]
 MANIFESTS = PROJECT / "manifests"
@@ -21,6 +23,12 @@ OVERLAYS = sorted((MANIFESTS / "overlays").iterdir())
 # The oldest version that the manifests are for, and the newest whose schemas are known.
 VERSIONS = ("1.31", "1.37")
 WORKLOADS = ("Deployment", "DaemonSet")
+
+# What a cluster cache's Secret has.
+SECRETS = {
+    "credentials": "[default]\naws_access_key_id = a\naws_secret_access_key = b\n",
+    "key": "sixteen-bytes-or-more",
+}
 
 Object = dict[str, Any]
 
@@ -84,6 +92,51 @@ def check_keys(documents: list[Object], stores_toml: Path) -> None:
         assert parameters["csi.storage.k8s.io/node-publish-secret-namespace"] == "${pvc.namespace}"
         store = known.choose(parameters["store"])
         assert store.endpoint_url is not None
+
+
+def own_parameters(storage_class: Object) -> dict[str, str]:
+    """The parameters that the driver gets, without those of the provisioner."""
+    return {
+        name: value
+        for name, value in storage_class["parameters"].items()
+        if not name.startswith("csi.storage.k8s.io/")
+    }
+
+
+def check_classes(documents: list[Object], stores_toml: Path) -> None:
+    """Check that the driver understands each class, which keeps the data of its volumes."""
+    known = stores.read_stores(stores_toml)
+    names = {"pvc.namespace": "team", "pvc.name": "data", "pv.name": "pvc-1"}
+    for storage_class in every(documents, "StorageClass"):
+        parameters = own_parameters(storage_class)
+        assert parameters.pop("onDelete") == "retain"
+        place = {key: parameters.pop(key) for key in location.LOCATION_KEYS & parameters.keys()}
+        place["prefix"] = location.fill_in(place["prefix"], names)
+        place["bucket"] = place["bucket"].replace("SET-YOUR-BUCKET", "bucket")
+        location.location_of(place, known)
+        read_options(parameters, storage_class.get("mountOptions", []), is_inline=False)
+
+
+def cluster_caches(documents: list[Object], directory: Path) -> ClusterCaches:
+    """What the driver reads of its cluster caches; it and Secrets are written to `directory`."""
+    pod = template(documents, "fusefs-csi-node")
+    driver = container(pod, "driver")
+    [mount] = (each for each in driver["volumeMounts"] if each["name"] == "cluster-caches")
+    [volume] = (each for each in pod["spec"]["volumes"] if each["name"] == "cluster-caches")
+    assert (mount["readOnly"], volume["projected"]["defaultMode"]) == (True, 0o400)
+    file = Path(flag(driver, "cluster-caches"))
+    assert file.parent == Path(mount["mountPath"])
+    for source in volume["projected"]["sources"]:
+        if "configMap" in source:
+            text = find(documents, "ConfigMap", source["configMap"]["name"])["data"][file.name]
+            (directory / file.name).write_text(text.replace(str(file.parent), str(directory)))
+        for item in source.get("secret", {}).get("items", []):
+            (directory / item["path"]).parent.mkdir(exist_ok=True)
+            (directory / item["path"]).write_text(SECRETS[item["key"]])
+    # The controller, which mounts nothing, and the daemons, which are given them, have none.
+    for name in ("fusefs-csi-daemons", "fusefs-csi-controller"):
+        assert "cluster-cache" not in str(template(documents, name))
+    return read_cluster_caches(directory / file.name)
 
 
 def stores_file(documents: list[Object], directory: Path) -> Path:

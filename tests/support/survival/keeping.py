@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from fusefs.keeper import protocol
+from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.linux import unmount
 from fusefs.linux.fuse_connection import is_disconnected
 from fusefs.linux.mount import stack_depth
 from fusefs.linux.mountinfo import connection_at
+from fusefs.linux.sockets import peer_of
 from tests.support.machine.ordinary_user import public_directory
 from tests.support.waiting import until
 
@@ -338,6 +339,13 @@ def blocked_reader(kept: Kept) -> Iterator[subprocess.Popen[bytes]]:
         kept.hold.unlink(missing_ok=True)
         reader.kill()
         reader.wait(LIMIT_S)
+
+
+def listener_at(path: Path | str) -> int:
+    """The pid of the supervisor that listens there, or 0."""
+    with contextlib.suppress(OSError), supervisor_protocol.connect(os.fspath(path)) as sock:
+        return peer_of(sock)[0]
+    return 0
 
 
 def put_through(kept: Kept, size: int = 300_000) -> bytes:

@@ -21,6 +21,7 @@ from fusefs.linux import mountinfo
 from tests.support.mounting import Mount
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
+from tests.support.sharing import mounting
 from tests.support.survival import survival_data as data
 from tests.support.waiting import until
 
@@ -93,32 +94,16 @@ def survival(filled: Bucket, tmp_path: Path, request: pytest.FixtureRequest) -> 
     A module that waits for daemons that hang sets HANG_TIMEOUT.
     """
     hang_timeout = getattr(request.module, "HANG_TIMEOUT", "30s")
-    if os.geteuid() or not os.path.exists("/dev/fuse"):
-        pytest.skip("needs root and /dev/fuse")
-    (tmp_path / "mnt").mkdir()
-    mount = Mount(
-        f"s3://{filled.name}/",
-        tmp_path / "mnt",
-        tmp_path / "cache",
-        filled.server.endpoint_url,
-        filled.server.environment,
-        tmp_path / "log",
-        ("--cache-size", "80MiB", "--hang-timeout", hang_timeout),
-    )
-    try:
-        mount.start()
+    with mounting(filled, tmp_path) as mounter:
+        mount = mounter("--cache-size", "80MiB", "--hang-timeout", hang_timeout)
         if not mount.status()["survival"]["on"]:
             pytest.skip(mount.status()["survival"]["why"])
         warm(mount)
         yield mount
         # Nothing is left behind: not the keeper, not a daemon, not the mount.
-        keeper = keeper_status(mount)["pid"]
         mount.end()
-        until(lambda: not Path(f"/proc/{keeper}").exists(), "the keeper has not ended")
+        until(lambda: not processes_with(str(mount.path)), "a process has not ended")
         assert mountinfo.find_mount(mount.path) is None
-    finally:
-        mount.clean_up()
-    assert not processes_with(str(mount.path))
 
 
 def warm(mount: Mount) -> None:
@@ -189,13 +174,7 @@ def survivors(mount: Mount) -> Iterator[None]:
     """Programs at work on the mount; none of them may have failed in the end."""
     programs = [
         subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).with_name("survivor.py")),
-                role,
-                str(mount.path),
-                str(seed),
-            ],
+            [sys.executable, Path(__file__).with_name("survivor.py"), role, mount.path, str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -5,14 +5,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
 from fusefs.keeper import supervisor_protocol
-from fusefs.linux.sockets import peer_of, send
-from tests.support.survival.keeping import LIMIT_S, PROJECT, Kept, device_of, needs_fuse, needs_root
+from fusefs.linux.sockets import send
+from tests.support.survival.keeping import (
+    LIMIT_S,
+    PROJECT,
+    Kept,
+    device_of,
+    listener_at,
+    needs_fuse,
+    needs_root,
+)
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
@@ -45,19 +52,12 @@ def serving(kept: Kept) -> Iterator[str]:
     path = kept.directory / "daemons.sock"
     process = subprocess.Popen([sys.executable, "-c", SERVICE, path], cwd=PROJECT)
     try:
-        until(lambda: pid_of(path) == process.pid, "it listens")
+        until(lambda: listener_at(path) == process.pid, "it listens")
         yield str(path)
     finally:
         process.terminate()
     assert process.wait(LIMIT_S) == 0
     assert not path.exists()
-
-
-def pid_of(path: str | Path) -> int | None:
-    """The process that listens there."""
-    with suppress(OSError), supervisor_protocol.connect(os.fspath(path)) as sock:
-        return peer_of(sock)[0]
-    return None
 
 
 def names(path: str) -> list[tuple[int, int]]:

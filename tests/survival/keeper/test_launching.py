@@ -19,7 +19,7 @@ from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.protocol import receive
 from fusefs.linux.processes import has_ended
 from tests.support.machine.ordinary_user import NOBODY
-from tests.support.survival.keeping import LIMIT_S, PROJECT, needs_root
+from tests.support.survival.keeping import LIMIT_S, PROJECT, listener_at, needs_root
 from tests.support.survival.memory_search import is_in_memory
 from tests.support.waiting import until
 
@@ -59,17 +59,12 @@ def supervising(directory: Path) -> Iterator[str]:
         assert process.wait(LIMIT_S) == 0
 
 
-def listener_at(path: str | Path) -> int:
-    """The pid of who listens there, or 0."""
-    with contextlib.suppress(OSError), supervisor_protocol.connect(os.fspath(path)) as sock:
-        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
-        return int.from_bytes(peer, sys.byteorder)
-    return 0
-
-
 @pytest.fixture
-def supervisor(tmp_path: Path) -> Iterator[str]:
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A supervisor's socket; these variables are the keepers' alone."""
     with supervising(tmp_path) as path:
+        monkeypatch.setenv("AWS_GIVEN", "given")
+        monkeypatch.setenv("LEFT_OUT", "what")
         yield path
 
 
@@ -101,10 +96,8 @@ def launch(
 
 
 def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environment(
-    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    supervisor: str, output: tuple[int, int]
 ) -> None:
-    monkeypatch.setenv("AWS_GIVEN", "given")
-    monkeypatch.setenv("LEFT_OUT", "what")
     reader, writer = output
     process = launch(supervisor, writer)
     assert os.read(reader, 100) == f"{NOBODY} given True False\n".encode()
@@ -115,9 +108,8 @@ def test_a_daemon_is_started_as_its_user_with_its_keepers_part_of_the_environmen
 
 
 def test_a_mount_has_one_daemon_unless_another_prepares_itself(
-    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    supervisor: str, output: tuple[int, int]
 ) -> None:
-    monkeypatch.setenv("AWS_GIVEN", "given")
     first = launch(supervisor, output[1])
     second = launch(supervisor, output[1], is_beside=True)
     assert not has_ended(first.pidfd)
@@ -129,9 +121,8 @@ def test_a_mount_has_one_daemon_unless_another_prepares_itself(
 
 
 def test_a_daemon_of_the_last_supervisor_is_ended_before_the_next_one_starts_its_own(
-    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    supervisor: str, output: tuple[int, int]
 ) -> None:
-    monkeypatch.setenv("AWS_GIVEN", "given")
     first = launch(supervisor, output[1])
     with supervising(Path(supervisor).parent):
         second = launch(supervisor, output[1])
@@ -156,9 +147,8 @@ def test_a_daemon_has_nothing_of_another_identity_in_its_memory(
 
 
 def test_a_daemon_has_no_rights_and_its_own_descriptors_alone(
-    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    supervisor: str, output: tuple[int, int]
 ) -> None:
-    monkeypatch.setenv("AWS_GIVEN", "given")
     for is_beside in (False, True):  # the second has nothing of the first
         process = Path("/proc", str(launch(supervisor, output[1], is_beside=is_beside).pid))
         os.read(output[0], 100)
@@ -186,9 +176,8 @@ def test_no_daemon_is_started_as_root(supervisor: str, output: tuple[int, int]) 
 
 
 def test_one_that_ends_starts_no_more_and_waits_for_what_it_has(
-    supervisor: str, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    supervisor: str, output: tuple[int, int]
 ) -> None:
-    monkeypatch.setenv("AWS_GIVEN", "given")
     launch(supervisor, output[1])
     os.kill(listener_at(supervisor), signal.SIGTERM)
     until(lambda: refuses(supervisor, output[1]), "it is ending")
