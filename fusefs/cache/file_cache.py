@@ -117,7 +117,6 @@ class FileCache:
         self._obsolete: list[ObjectVersion] = []
         # Files that are pinned until a time of the monotonic clock, the earliest first.
         self._kept_open: dict[CacheFile, float] = {}
-        self._unregistered: list[CacheFile] = []  # pinned, to be registered before their first open
         self._threads = trio.CapacityLimiter(16)
         self.integrity = Integrity(
             self.disk, self._catalog, self.discard, self._summed, self._threads
@@ -351,19 +350,20 @@ class FileCache:
                 self._end_keeping_open(1)
         if self._backing is not None and self._backing.is_on:
             self.pin_again(file)
-            self._unregistered.append(file)
-            if len(self._unregistered) == 1:
+            self._backing.gathered.append(file)
+            if len(self._backing.gathered) == 1:
                 nursery.start_soon(self._register_ahead, self._backing)
 
     async def _register_ahead(self, backing: PassthroughFiles) -> None:
         """Register prefetched files, several in one message, as that wakes two processes."""
-        while files := self._unregistered[:MOST_AT_ONCE]:
+        while files := backing.gathered[:MOST_AT_ONCE]:
             if len(files) < MOST_AT_ONCE:
                 await trio.sleep(GATHER_S)
-                files = self._unregistered[:MOST_AT_ONCE]
+                files = backing.gathered[:MOST_AT_ONCE]
             await backing.register_all(files)
+            await backing.wait_for(files)  # an open may have taken some along
             # Only now, as an empty list means that there is no task.
-            del self._unregistered[: len(files)]
+            del backing.gathered[: len(files)]
             for file in files:
                 self.unpin(file, was_used=False)
 

@@ -63,6 +63,8 @@ class PassthroughFiles:
         # Least recently used first; always the same dict.
         self.ids: OrderedDict[CacheFile, int] = OrderedDict()
         self._registering: dict[CacheFile, trio.Event] = {}
+        # Pinned, open files that `FileCache` is about to register: an open takes them along.
+        self.gathered: list[CacheFile] = []
         # Ids being given back, with their st_ino: while no keeper runs they stay registered.
         self._leaving: dict[int, int] = {}
 
@@ -108,17 +110,19 @@ class PassthroughFiles:
         known = self.find(file)
         if known or not self.is_on:
             return known
-        for error in await self.register_all([file]):
+        others = self.gathered[: 2 * MOST_AT_ONCE]
+        for error in set(await self.register_all([file, *others])):
             logger.warning("the kernel refused a file for passthrough: %s", _explain(error))
         return self.ids.get(file, 0)
 
     async def register_all(self, files: Iterable[CacheFile]) -> list[int]:
-        """Register at most `MOST_AT_ONCE` pinned, open files together, as far as not done yet.
+        """Register the first pinned, open files that are not registered, in one message.
 
         Returns the errnos of those that the kernel refuses; their next opens try again.
         """
         unique = dict.fromkeys(files)
         new = [file for file in unique if file not in self.ids and file not in self._registering]
+        new = new[:MOST_AT_ONCE]
         if not new or not self.is_on:
             return []
         event = trio.Event()
@@ -132,6 +136,12 @@ class PassthroughFiles:
         self.ids |= {file: found for file, (found, _) in zip(new, answers, strict=True) if found}
         self._shrink()
         return [error for _, error in answers if error]
+
+    async def wait_for(self, files: Iterable[CacheFile]) -> None:
+        """Wait until no registration of these files is under way."""
+        for file in files:
+            if (event := self._registering.get(file)) is not None:
+                await event.wait()
 
     def table(self) -> list[tuple[int, int]]:
         """List the registered files as (id, st_ino), including ids that are being given back."""

@@ -111,6 +111,17 @@ async def test_an_open_waits_for_the_backing_id_that_is_on_its_way() -> None:
     assert registrar.messages == [3]
 
 
+async def test_an_open_takes_along_the_files_that_wait_to_be_registered() -> None:
+    registrar = CountingRegistrar()
+    ids = PassthroughFiles(registrar)
+    ids.is_on = True
+    ids.gathered += [CacheFile(f"file-{n}", 1) for n in range(2 * MOST_AT_ONCE)]
+    assert await ids.register(ids.gathered[5]) == 1
+    assert registrar.messages == [MOST_AT_ONCE]
+    await ids.register(ids.gathered[0])
+    assert registrar.messages == [MOST_AT_ONCE]
+
+
 async def test_a_file_that_the_kernel_refuses_ahead_is_registered_by_its_open() -> None:
     registrar = CountingRegistrar()
     ids = PassthroughFiles(registrar)

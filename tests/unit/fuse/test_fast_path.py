@@ -165,7 +165,7 @@ async def one_side(
             for inode in side.nodes:
                 await side.ask(Opcode.GETATTR, inode.nodeid, bytes(16))  # packs them
             # What was fetched ahead is pinned until it has been registered.
-            await eventually(lambda: not operations.cache._unregistered)
+            await eventually(lambda: not backing.gathered)
             yield side
             session.stop_reading()
             nursery.cancel_scope.cancel()
