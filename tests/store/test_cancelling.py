@@ -8,11 +8,10 @@ import pytest
 import trio
 
 from fusefs.store.interface import WholeFileSink
+from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, Collector, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually
 
 
@@ -46,27 +45,23 @@ async def test_a_cancelled_request_gives_its_connection_back(
 
 
 @pytest.mark.parametrize("size", [1000, len(BODY)])
-async def test_a_disk_that_fails_ends_the_download(
-    shared: Bucket, faulty: FaultyS3, size: int
-) -> None:
+async def test_a_disk_that_fails_ends_the_download(store: S3Store, size: int) -> None:
     class Gone(Collector):
         async def open(self) -> int:
             raise FileNotFoundError(errno.ENOENT, "the disk is gone")
 
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        with pytest.raises(FileNotFoundError, match="the disk is gone"):
-            await store.download(info.version, 0, size, Gone(0))
+    info = await store.head("body")
+    with pytest.raises(FileNotFoundError, match="the disk is gone"):
+        await store.download(info.version, 0, size, Gone(0))
 
 
 async def test_a_file_that_cannot_be_written_ends_the_download(
-    shared: Bucket, faulty: FaultyS3, tmp_path: Path
+    store: S3Store, faulty: FaultyS3, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     fd = os.open(tmp_path / "file", os.O_RDONLY)
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            await store.download(info.version, 0, info.size, WholeFileSink(fd))
-        assert len(faulty.requests("GET")) == 1
+    info = await store.head("body")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        await store.download(info.version, 0, info.size, WholeFileSink(fd))
+    assert len(faulty.requests("GET")) == 1
     os.close(fd)

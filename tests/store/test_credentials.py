@@ -15,8 +15,6 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.store_reading import BODY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually
 
 HELLO = ObjectVersion("hello", '"1"', 5)

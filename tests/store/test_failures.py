@@ -14,11 +14,10 @@ from fusefs.store.errors import (
     UnreachableError,
 )
 from fusefs.store.interface import LARGE
+from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
 from tests.support.store_reading import BODY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 
 FAULTS = [
     ("AccessDenied", AccessDeniedError, errno.EACCES),
@@ -59,15 +58,14 @@ async def test_only_404_is_a_missing_object(
         assert not isinstance(raised.value, NotFoundError)
 
 
-async def test_a_missing_object_is_not_found(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        with pytest.raises(NotFoundError):
-            await store.head("missing")
-        assert store.counters()["errors"] == 0
-        faulty.add("HEAD", code="AccessDenied")
-        with pytest.raises(AccessDeniedError):
-            await store.head("body")
-        assert store.counters()["errors"] == 1
+async def test_a_missing_object_is_not_found(store: S3Store, faulty: FaultyS3) -> None:
+    with pytest.raises(NotFoundError):
+        await store.head("missing")
+    assert store.counters()["errors"] == 0
+    faulty.add("HEAD", code="AccessDenied")
+    with pytest.raises(AccessDeniedError):
+        await store.head("body")
+    assert store.counters()["errors"] == 1
 
 
 @pytest.mark.parametrize("code", ["NoSuchKey", "NoSuchBucket", "InternalError"])
@@ -96,14 +94,13 @@ async def test_a_list_that_fails_says_nothing_about_an_object(
 )
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_list_that_fails_once_is_requested_again(
-    shared: Bucket, faulty: FaultyS3, fault: dict[str, Any], *, is_first: bool
+    store: S3Store, faulty: FaultyS3, fault: dict[str, Any], *, is_first: bool
 ) -> None:
-    async with opened(shared, faulty) as store:
-        if not is_first:
-            await store.list_page("")
-        faulty.add("LIST", times=1, **fault)
-        assert {info.key for info in (await store.list_page("")).objects} == {"body"}
-        assert store.counters()["retries"] == 1
+    if not is_first:
+        await store.list_page("")
+    faulty.add("LIST", times=1, **fault)
+    assert {info.key for info in (await store.list_page("")).objects} == {"body"}
+    assert store.counters()["retries"] == 1
 
 
 @pytest.mark.parametrize(
@@ -138,36 +135,33 @@ async def test_a_bucket_elsewhere_is_signed_for_its_region(
 
 
 async def test_the_document_of_an_error_tells_the_region_as_well(
-    shared: Bucket, faulty: FaultyS3
+    store: S3Store, faulty: FaultyS3
 ) -> None:
     wrong = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-north-1</Region></Error>"
     faulty.add("LIST", status=400, times=1, body=wrong)
-    async with opened(shared, faulty) as store:
-        assert (await store.list_page("")).objects
-        assert "eu-north-1/s3" in faulty.requests("LIST")[1].headers["authorization"]
+    assert (await store.list_page("")).objects
+    assert "eu-north-1/s3" in faulty.requests("LIST")[1].headers["authorization"]
 
 
-async def test_connections_that_die_idle_are_made_again(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        await download(store, info)
-        faulty.drop_connections()
-        assert (await store.list_page("")).objects
-        assert await store.head("body") == info
-        assert await download(store, info) == BODY
+async def test_connections_that_die_idle_are_made_again(store: S3Store, faulty: FaultyS3) -> None:
+    info = await store.head("body")
+    await download(store, info)
+    faulty.drop_connections()
+    assert (await store.list_page("")).objects
+    assert await store.head("body") == info
+    assert await download(store, info) == BODY
 
 
 @pytest.mark.parametrize("operation", ["HEAD", "GET", "LIST"])
 async def test_expired_credentials_are_requested_again(
-    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
+    store: S3Store, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
-    async with opened(shared, faulty) as store:
-        info = await store.head("body")
-        before = store.requester.source.access
-        # A HEAD without a reason is sent again once.
-        faulty.add(operation, code="ExpiredToken", times=1)
-        await store.list_page("")
-        assert await store.head("body") == info
-        assert await download(store, info) == BODY
-        assert store.requester.source.access is not before
+    info = await store.head("body")
+    before = store.requester.source.access
+    # A HEAD without a reason is sent again once.
+    faulty.add(operation, code="ExpiredToken", times=1)
+    await store.list_page("")
+    assert await store.head("body") == info
+    assert await download(store, info) == BODY
+    assert store.requester.source.access is not before

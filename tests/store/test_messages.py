@@ -21,7 +21,7 @@ from fusefs.store.errors import AccessDeniedError, StoreError
 from fusefs.store.http.server_clock import SKEWED, ServerClock
 from fusefs.store.interface import ObjectVersion, read_bytes
 from fusefs.store.s3.settings import S3Settings
-from fusefs.store.s3.store import open_store
+from fusefs.store.s3.store import S3Store, open_store
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -31,8 +31,6 @@ from tests.support.servers.in_process import Answer, Headers
 from tests.support.servers.tls import TlsDoor
 from tests.support.servers.tls import secure as secure
 from tests.support.store_reading import ODD_KEY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 
 
 async def test_a_failed_request_is_one_line_in_the_log(
@@ -51,33 +49,31 @@ async def test_a_failed_request_is_one_line_in_the_log(
 
 
 async def test_a_bucket_that_may_not_be_listed_is_told_with_the_right_the_key_and_the_place(
-    shared: Bucket, faulty: FaultyS3
+    store: S3Store, shared: Bucket, faulty: FaultyS3
 ) -> None:
     faulty.add("LIST", code="AccessDenied")
-    async with opened(shared, faulty) as store:
-        with pytest.raises(AccessDeniedError) as caught:
-            await store.check("")
+    with pytest.raises(AccessDeniedError) as caught:
+        await store.check("")
     told = f"key {shared.server.access_key} lacks s3:ListBucket there"
     assert str(caught.value).endswith(told)
     assert faulty.endpoint_url in str(caught.value)
 
 
 async def test_an_object_that_may_not_be_read_is_no_failure_of_s3(
-    shared: Bucket, faulty: FaultyS3
+    store: S3Store, faulty: FaultyS3
 ) -> None:
     faulty.add("HEAD", code="AccessDenied")
-    async with opened(shared, faulty) as store:
-        with pytest.raises(AccessDeniedError):
-            await store.head("forbidden")
-        told = store.requester.last_error()
-        assert told is not None
-        assert told["since_s"] is None
-        faulty.add("LIST", code="AccessDenied")
-        with pytest.raises(AccessDeniedError):
-            await store.list_page("")
-        told = store.requester.last_error()
-        assert told is not None
-        assert told["since_s"] is not None
+    with pytest.raises(AccessDeniedError):
+        await store.head("forbidden")
+    told = store.requester.last_error()
+    assert told is not None
+    assert told["since_s"] is None
+    faulty.add("LIST", code="AccessDenied")
+    with pytest.raises(AccessDeniedError):
+        await store.list_page("")
+    told = store.requester.last_error()
+    assert told is not None
+    assert told["since_s"] is not None
 
 
 async def test_an_endpoint_of_the_aws_configuration_is_named_as_such(
@@ -276,7 +272,6 @@ def test_a_wrong_clock_is_found_also_where_access_is_denied(
     assert clock.figures["skew_seconds"] == pytest.approx(ahead_s, abs=20)
 
 
-@pytest.mark.usefixtures("as_owner")
 def test_an_interrupt_in_the_middle_of_reading_is_one(
     shared: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +292,6 @@ def test_an_interrupt_in_the_middle_of_reading_is_one(
         list(doctor._check_bucket(settings, tries_permissions=False))
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_large_answers_that_do_not_arrive_are_a_problem(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
@@ -311,7 +305,6 @@ async def test_large_answers_that_do_not_arrive_are_a_problem(
     assert "MTU" in checks["throughput"].advice
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_an_archived_object_says_nothing_about_permissions(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:

@@ -19,8 +19,6 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.store_reading import BODY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually
 
 SOON_S = 15.0
@@ -93,17 +91,16 @@ async def near_the_end(store: S3Store, source: Source, minutes: float) -> Refres
 
 @pytest.mark.parametrize("minutes", [12, 5])
 async def test_no_request_waits_for_the_renewal_of_what_is_valid(
-    shared: Bucket, faulty: FaultyS3, source: Source, minutes: int
+    store: S3Store, source: Source, minutes: int
 ) -> None:
-    async with opened(shared, faulty) as store:
-        credentials = await near_the_end(store, source, minutes)
-        source.be_silent(is_silent=True)
-        await read_all(store)
-        await eventually(lambda: source.calls == 2)
-        source.give(180)
-        source.be_silent(is_silent=False)
-        await eventually(lambda: not credentials.refresh_needed())
-        await read_all(store)
+    credentials = await near_the_end(store, source, minutes)
+    source.be_silent(is_silent=True)
+    await read_all(store)
+    await eventually(lambda: source.calls == 2)
+    source.give(180)
+    source.be_silent(is_silent=False)
+    await eventually(lambda: not credentials.refresh_needed())
+    await read_all(store)
     assert source.calls == 2
 
 
@@ -112,19 +109,18 @@ async def test_no_request_waits_for_the_renewal_of_what_is_valid(
     "fails, with a line that says that it does not answer."
 )
 async def test_a_source_that_does_not_answer_is_named_and_waited_for(
-    shared: Bucket, faulty: FaultyS3, source: Source, monkeypatch: pytest.MonkeyPatch
+    store: S3Store, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SOURCE_LIMIT_S == 20
     monkeypatch.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 0.3)
     source.give(60)
     source.be_silent(is_silent=True)
-    async with opened(shared, faulty) as store:
-        for _ in range(2):
-            with pytest.raises(CredentialsError, match="credential_process by hand"):
-                await store.head("body")
-        source.be_silent(is_silent=False)
-        await eventually(lambda: store.requester.source.access is not None)
-        await read_all(store)
+    for _ in range(2):
+        with pytest.raises(CredentialsError, match="credential_process by hand"):
+            await store.head("body")
+    source.be_silent(is_silent=False)
+    await eventually(lambda: store.requester.source.access is not None)
+    await read_all(store)
     assert source.calls == 1, "nothing else was begun meanwhile"
 
 
@@ -194,13 +190,12 @@ async def test_what_has_expired_is_not_waited_for_without_end(
 
 @pytest.mark.parametrize("minutes", [12, 5])
 async def test_where_the_renewal_fails_requests_go_on_with_what_is_valid(
-    shared: Bucket, faulty: FaultyS3, source: Source, minutes: int
+    store: S3Store, source: Source, minutes: int
 ) -> None:
-    async with opened(shared, faulty) as store:
-        await near_the_end(store, source, minutes)
-        source.fail()
-        await read_all(store)
-        await eventually(lambda: source.calls == 2)
-        await read_all(store)
-        assert source.calls == 2
-        assert store.counters()["errors"] == store.counters()["retries"] == 0
+    await near_the_end(store, source, minutes)
+    source.fail()
+    await read_all(store)
+    await eventually(lambda: source.calls == 2)
+    await read_all(store)
+    assert source.calls == 2
+    assert store.counters()["errors"] == store.counters()["retries"] == 0

@@ -7,18 +7,16 @@ import sys
 import pytest
 
 from fusefs.store.errors import StaleVersionError
+from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, Collector, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 
 
-async def test_a_head_and_a_listing_tell_the_same(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        listed = {info.key: info for info in (await store.list_page("", delimiter="")).objects}
-        info = await store.head("body")
-        assert (listed["body"].version, listed["body"].mtime_ns) == (info.version, info.mtime_ns)
+async def test_a_head_and_a_listing_tell_the_same(store: S3Store) -> None:
+    listed = {info.key: info for info in (await store.list_page("", delimiter="")).objects}
+    info = await store.head("body")
+    assert (listed["body"].version, listed["body"].mtime_ns) == (info.version, info.mtime_ns)
 
 
 KEYS = ["a b", "a+b", "a%20b", "a%2Bb", "ü/ö", "x\x01y", "a&b<c>", "q'\"q", "😀", "%", "d+e/f g+h"]
@@ -54,16 +52,15 @@ async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> N
 
 @pytest.mark.parametrize("is_plain", [True, False])
 async def test_botocore_tells_the_address_and_sends_nothing(
-    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, is_plain: bool
+    store: S3Store, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, is_plain: bool
 ) -> None:
     if not is_plain:  # of its own variables only botocore knows the meaning
         monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "false")
-    async with opened(shared, faulty) as store:
-        for _ in range(2):
-            assert (await store.list_page("")).objects
-        sent = faulty.requests()
-        assert len(sent) == 2
-        assert not any("amz-sdk-request" in request.headers for request in sent)
+    for _ in range(2):
+        assert (await store.list_page("")).objects
+    sent = faulty.requests()
+    assert len(sent) == 2
+    assert not any("amz-sdk-request" in request.headers for request in sent)
 
 
 def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> None:
@@ -111,27 +108,25 @@ async def test_a_public_bucket_gets_requests_without_a_signature(
     "fault", [{"cut_after": 2_500_000}, {"short": 2_500_000}, {"stall_after": 2_500_000}]
 )
 async def test_a_broken_stream_goes_on_where_it_stopped(
-    shared: Bucket, faulty: FaultyS3, key: str, fault: dict[str, int]
+    store: S3Store, faulty: FaultyS3, key: str, fault: dict[str, int]
 ) -> None:
     rule = faulty.add("GET", key, times=1, **fault)
-    async with opened(shared, faulty) as store:
-        info = await store.head(key)
-        assert await download(store, info) == BODY
-        assert rule.used == 1
-        second = faulty.requests("GET", key)[1]
-        # Of an answer that is shorter than it says nothing is taken.
-        least = 0 if "short" in fault else 1 << 20
-        assert int(second.range.removeprefix("bytes=").partition("-")[0]) >= least
-        assert second.headers["if-match"].strip('"') == info.etag.strip('"')
+    info = await store.head(key)
+    assert await download(store, info) == BODY
+    assert rule.used == 1
+    second = faulty.requests("GET", key)[1]
+    # Of an answer that is shorter than it says nothing is taken.
+    least = 0 if "short" in fault else 1 << 20
+    assert int(second.range.removeprefix("bytes=").partition("-")[0]) >= least
+    assert second.headers["if-match"].strip('"') == info.etag.strip('"')
 
 
 async def test_a_stream_that_breaks_again_and_again_arrives_in_the_end(
-    shared: Bucket, faulty: FaultyS3
+    store: S3Store, faulty: FaultyS3
 ) -> None:
     faulty.add("GET", cut_after=1_100_000)
-    async with opened(shared, faulty) as store:
-        assert await download(store, await store.head("body")) == BODY
-        assert store.counters()["bytes_fetched"] == len(BODY)
+    assert await download(store, await store.head("body")) == BODY
+    assert store.counters()["bytes_fetched"] == len(BODY)
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])

@@ -19,9 +19,7 @@ from fusefs.store.interface import demanded
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import opened
-from tests.support.store_reading import shared as shared
 
 READERS = 50
 WHAT = "GET s3://b/k: S3 asks to slow down"

@@ -1,49 +1,33 @@
-"""What the tests of the store's reading share: a filled bucket, a store, and a download.
-
-The fixtures are imported by name; `as_owner` then holds for all tests of a module.
-"""
+"""What the tests of the store's reading share: a store, what there is to read, and a download."""
 
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 import trio
 
 from fusefs.store.interface import ObjectInfo, ObjectVersion
-from fusefs.store.s3 import store as s3_module
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 
 BODY = os.urandom(5 << 20)
 # A key with an empty segment.
 ODD_KEY = "odd//key"
-LIMIT_S = 30
-
-
-@pytest.fixture(scope="module")
-def shared(shared: Bucket) -> Bucket:
-    """A bucket that no test changes, with `BODY` under a plain and an odd key."""
-    shared.put("body", BODY)
-    shared.put(ODD_KEY, BODY)
-    return shared
-
-
-@pytest.fixture(autouse=True)
-def as_owner(as_owner: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everywhere, and a store is given up soon."""
-    monkeypatch.setattr(s3_module, "CHECK_TIME_S", 0.5)
+LIMIT_S = 60
 
 
 @asynccontextmanager
-async def opened(shared: Bucket, faulty: FaultyS3, **settings: Any) -> AsyncIterator[S3Store]:
-    """A store that sees the bucket through the faulty server and gives up soon."""
+async def opened(
+    bucket: Bucket, server: FaultyS3 | S3Server, /, **settings: Any
+) -> AsyncIterator[S3Store]:
+    """A store that sees the bucket through a server, and gives up soon."""
     chosen = {
-        "bucket": shared.name,
-        "endpoint_url": faulty.endpoint_url,
+        "bucket": bucket.name,
+        "endpoint_url": server.endpoint_url,
         "max_connections": 4,
         "retry_time_s": 20.0,
         "read_timeout_s": 1.0,

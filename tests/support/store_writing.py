@@ -6,17 +6,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import trio
 
 from fusefs.store.interface import Condition, ObjectInfo, Write
 from fusefs.store.s3.put import SMALL
-from fusefs.store.s3.settings import S3Settings
-from fusefs.store.s3.store import S3Store, open_store
+from fusefs.store.s3.store import S3Store
+from tests.support import store_reading
 from tests.support.machine.local_file import LocalFile
 from tests.support.servers.buckets import Bucket
+from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 
 PART = 5 << 20  # no S3 takes smaller ones
-LIMIT_S = 60
 # One of usual characters, and one that XML has no way to write.
 KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
 METADATA = {"mode": "33188", "mtime": "1795250694.123456789"}
@@ -28,23 +28,14 @@ each_way = pytest.mark.parametrize(("size", "operation"), WAYS, ids=["small", "o
 
 @asynccontextmanager
 async def opened(
-    bucket: Bucket, endpoint_url: str, *, has_listed: bool = True, **settings: Any
+    bucket: Bucket, server: FaultyS3 | S3Server, /, *, has_listed: bool = True, **settings: Any
 ) -> AsyncIterator[S3Store]:
-    """A store with small parts that gives up soon; a mount's has listed before it writes."""
-    chosen = {
-        "bucket": bucket.name,
-        "endpoint_url": endpoint_url,
-        "max_connections": 4,
-        "retry_time_s": 20.0,
-        "read_timeout_s": 5.0,
-        "part_size": PART,
-        **settings,
-    }
-    with trio.fail_after(LIMIT_S):
-        async with open_store(S3Settings(**chosen)) as store:
-            if has_listed:
-                await store.check("")
-            yield store
+    """A store with small parts; a mount's has listed before it writes."""
+    chosen = {"read_timeout_s": 5.0, "part_size": PART, **settings}
+    async with store_reading.opened(bucket, server, **chosen) as store:
+        if has_listed:
+            await store.check("")
+        yield store
 
 
 async def put(

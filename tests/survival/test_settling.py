@@ -99,7 +99,7 @@ async def test_changes_of_keys_with_open_requests_wait_and_no_others(
         await change()
         ended.append(key)
 
-    async with opened(bucket, faulty.endpoint_url) as inner, trio.open_nursery() as nursery:
+    async with opened(bucket, faulty) as inner, trio.open_nursery() as nursery:
         begun = boottime()
         store = WatchedStore(inner, UncertainKeys(mounts / "one", "bucket", (60.0,)))
         for entry in store.uncertain_keys:

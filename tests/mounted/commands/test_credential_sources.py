@@ -27,9 +27,10 @@ from tests.support.servers.faulty_s3 import FaultyS3, Request
 from tests.support.servers.identity_services import IdentityServices
 from tests.support.servers.s3_server import ACCESS_KEY, DOMAIN, SECRET_KEY
 from tests.support.sharing import PATIENCE_S, content, skip_without_fuse
-from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("as_owner")
 
 EMPTY_LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 PROFILE = "[default]\naws_access_key_id = {}\naws_secret_access_key = {}\n"

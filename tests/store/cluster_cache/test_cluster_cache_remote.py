@@ -36,7 +36,6 @@ def renewals(monkeypatch: pytest.MonkeyPatch) -> list[AccessSource]:
     return found
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_expired_credentials_are_looked_for_anew(
     bucket: Bucket, faulty: FaultyS3, engine: Engine, renewals: list[AccessSource]
 ) -> None:
@@ -71,7 +70,6 @@ async def test_expired_credentials_are_looked_for_anew(
     assert len(renewals) == 2
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_block_that_collides_with_another_nodes_is_there_only_if_that_one_stored_it(
     bucket: Bucket, faulty: FaultyS3, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +86,6 @@ async def test_a_block_that_collides_with_another_nodes_is_there_only_if_that_on
         await remote.put(BLOCK.name, BODY, overwrites=False)
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_large_block_is_handed_on_as_it_comes(
     bucket: Bucket, faulty: FaultyS3, engine: Engine
 ) -> None:
@@ -121,7 +118,6 @@ async def test_a_large_block_is_handed_on_as_it_comes(
         await remote.get(block.name, 0, len(body), refuse, sent=lambda: None, priority=demanded)
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_what_is_stored_too_slowly_is_given_up(
     bucket: Bucket, faulty: FaultyS3, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +131,6 @@ async def test_what_is_stored_too_slowly_is_given_up(
     held.drop()
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_requests_to_the_cluster_cache_are_none_to_s3(bucket: Bucket, engine: Engine) -> None:
     before = S3_REQUESTS.samples()
     remote = BlockBucket(S3Settings(bucket.name, bucket.server.endpoint_url), "blocks/", engine)

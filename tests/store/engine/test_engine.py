@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +29,6 @@ from tests.support.waiting import eventually
 
 BODY = os.urandom(3 << 20)
 QUICK = Deadlines(connect_s=5, silence_s=0.3, least_rate=1000, window_s=0.3)
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    async with open_engine(16) as one:
-        yield one
 
 
 @pytest.fixture

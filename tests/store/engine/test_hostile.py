@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -18,7 +18,6 @@ from fusefs.store.engine.engine import (
     MemorySink,
     Request,
     Sums,
-    open_engine,
 )
 from tests.support.servers.scripted import RESET, Received, answer, scripted_server
 
@@ -32,12 +31,6 @@ RANGE = f"bytes {START}-{START + len(BODY) - 1}/{SIZE}"
 GOOD = answer(BODY, "206 Partial Content", content_range=RANGE, etag='"one"')
 HEAD = len(GOOD) - len(BODY)
 DEADLINES = Deadlines(connect_s=5, silence_s=2, total_s=10)
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    async with open_engine(64) as one:
-        yield one
 
 
 class Guarded:

@@ -4,23 +4,16 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from fusefs.store.engine.engine import Completion, Engine, Request, Route, open_engine
+from fusefs.store.engine.engine import Completion, Engine, Request, Route
 from tests.support.servers.forward_proxy import forward_proxy
 from tests.support.servers.scripted import ScriptedServer, answer, scripted_server
 from tests.support.servers.tls import make_authority, sign
 
 BODY = os.urandom(3 << 20)
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    async with open_engine(16) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

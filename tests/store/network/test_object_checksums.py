@@ -14,9 +14,7 @@ from fusefs.store.interface import ObjectInfo
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_reading import as_owner, download, opened
-
-__all__ = ["as_owner"]
+from tests.support.store_reading import download, opened
 
 CONTENT = b"123456789"
 # The published check values of the algorithms, which are of these nine bytes.

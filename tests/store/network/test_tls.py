@@ -22,8 +22,6 @@ from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 from tests.support.servers.tls import TlsDoor, tls_door
 from tests.support.servers.tls import secure as secure
 from tests.support.store_reading import BODY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 
 CA = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 OTHER = CA.replace("AAAA", "BBBB")

@@ -8,13 +8,12 @@ from fusefs.store import unreachable
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import StoreError
 from fusefs.store.s3 import list as lister
+from fusefs.store.s3.store import S3Store
 from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import opened
-from tests.support.store_reading import shared as shared
 
 URL = "https://s3.example.org/bucket?list-type=2"
 PROXY = "http://user:word@proxy.example.org:3128"
@@ -110,14 +109,13 @@ async def test_an_endpoint_that_redirects_names_its_target(
     assert f"{faulty.endpoint_url} redirects and does not say where to" in sentence
 
 
-async def test_a_redirect_that_comes_later_is_named_too(shared: Bucket, faulty: FaultyS3) -> None:
-    async with opened(shared, faulty) as store:
-        await store.check("")
-        faulty.add(status=307, headers={"location": "https://s3.example.org/bucket"})
-        with pytest.raises(StoreError, match=r"redirects to https://s3\.example\.org: "):
-            await store.list_page("")
-        with pytest.raises(StoreError, match=r"redirects to https://s3\.example\.org: "):
-            await store.head("body")
+async def test_a_redirect_that_comes_later_is_named_too(store: S3Store, faulty: FaultyS3) -> None:
+    await store.check("")
+    faulty.add(status=307, headers={"location": "https://s3.example.org/bucket"})
+    with pytest.raises(StoreError, match=r"redirects to https://s3\.example\.org: "):
+        await store.list_page("")
+    with pytest.raises(StoreError, match=r"redirects to https://s3\.example\.org: "):
+        await store.head("body")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3, Hold
 from tests.support.servers.tls import tls_door
 from tests.support.store_reading import BODY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually, until
 
 

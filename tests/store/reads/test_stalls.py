@@ -15,9 +15,7 @@ from fusefs.telemetry.s3_requests import S3_REQUESTS
 from fusefs.telemetry.stalls import STALLS, WaitCause, served
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_reading import as_owner as as_owner
 from tests.support.store_reading import download, opened
-from tests.support.store_reading import shared as shared
 from tests.support.waiting import eventually, mostly
 
 SMALL, LARGE = 100_000, 2 << 20

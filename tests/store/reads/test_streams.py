@@ -14,8 +14,6 @@ from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.tls import TlsDoor
 from tests.support.servers.tls import secure as secure
 from tests.support.store_reading import BODY, ODD_KEY, Collector, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])
@@ -32,12 +30,11 @@ async def test_any_range_arrives_as_it_is(
         assert store.counters()["gets"] == 3
 
 
-async def test_each_mebibyte_is_summed_and_told_once(shared: Bucket, faulty: FaultyS3) -> None:
+async def test_each_mebibyte_is_summed_and_told_once(store: S3Store, faulty: FaultyS3) -> None:
     start, stop = 1000, len(BODY) - 7
     sink = Collector(start)
-    async with opened(shared, faulty) as store:
-        faulty.add("GET", cut_after=1_500_000, times=1)
-        await store.download((await store.head("body")).version, start, stop, sink)
+    faulty.add("GET", cut_after=1_500_000, times=1)
+    await store.download((await store.head("body")).version, start, stop, sink)
     sink.close()
     at = start
     for first, last, crc in merged(Sum(*one) for one in sink.sums):
@@ -99,14 +96,11 @@ async def small(store: S3Store, key: str = "body", size: int = LARGE) -> bytes:
 
 @pytest.mark.parametrize("key", ["body", ODD_KEY])
 @pytest.mark.parametrize("size", [1, 1000, LARGE])
-async def test_a_small_range_is_one_request(
-    shared: Bucket, faulty: FaultyS3, key: str, size: int
-) -> None:
-    async with opened(shared, faulty) as store:
-        for _ in range(2):
-            assert await small(store, key, size) == BODY[START : START + size]
-        counters = store.counters()
-        assert (counters["gets"], counters["bytes_fetched"]) == (2, 2 * size)
+async def test_a_small_range_is_one_request(store: S3Store, key: str, size: int) -> None:
+    for _ in range(2):
+        assert await small(store, key, size) == BODY[START : START + size]
+    counters = store.counters()
+    assert (counters["gets"], counters["bytes_fetched"]) == (2, 2 * size)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +117,9 @@ async def test_a_small_range_is_one_request(
     ],
 )
 async def test_a_small_range_that_breaks_is_requested_again(
-    shared: Bucket, faulty: FaultyS3, fault: dict[str, Any]
+    store: S3Store, faulty: FaultyS3, fault: dict[str, Any]
 ) -> None:
-    async with opened(shared, faulty) as store:
-        await store.check("")
-        rule = faulty.add("GET", times=1, **fault)
-        assert await small(store) == BODY[START : START + LARGE]
-        assert rule.used == 1
+    await store.check("")
+    rule = faulty.add("GET", times=1, **fault)
+    assert await small(store) == BODY[START : START + LARGE]
+    assert rule.used == 1

@@ -10,8 +10,6 @@ from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, download, opened
-from tests.support.store_reading import as_owner as as_owner
-from tests.support.store_reading import shared as shared
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +19,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [1000, len(BODY)])
 async def test_a_read_goes_on_over_another_connection(
-    shared: Bucket, faulty: FaultyS3, size: int
+    store: S3Store, faulty: FaultyS3, size: int
 ) -> None:
-    async with opened(shared, faulty) as store:
-        await store.check("")
-        info = await store.head("body")
-        slow = faulty.add("GET", trickle_after=10, times=1)
-        assert await download(store, info, 0, size) == BODY[:size]
-        assert slow.used == 1
+    await store.check("")
+    info = await store.head("body")
+    slow = faulty.add("GET", trickle_after=10, times=1)
+    assert await download(store, info, 0, size) == BODY[:size]
+    assert slow.used == 1
 
 
 async def test_a_read_of_which_only_bytes_come_fails(shared: Bucket, faulty: FaultyS3) -> None:

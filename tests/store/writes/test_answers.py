@@ -9,12 +9,11 @@ from fusefs.store.errors import ExistsError, StoreError, UnreachableError
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, Write
 from fusefs.store.s3 import copy
+from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import PART, digest, each_way, opened, put
-
-pytestmark = pytest.mark.usefixtures("as_owner")
 
 
 @each_way
@@ -24,8 +23,8 @@ async def test_another_object_with_the_same_bytes_is_not_ones_own(
     file = make_file(size)
     ends = "COMPLETE" if operation == "PART" else "PUT"
     async with (
-        opened(bucket, bucket.server.endpoint_url) as other,
-        opened(bucket, faulty.endpoint_url) as store,
+        opened(bucket, bucket.server) as other,
+        opened(bucket, faulty) as store,
     ):
         token = trio.lowlevel.current_trio_token()
 
@@ -44,7 +43,7 @@ async def test_a_head_decides_when_completing_gets_no_answer(
 ) -> None:
     file = make_file(2 * PART)
     faulty.add("COMPLETE", lose_answer=True)
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+    async with opened(bucket, faulty, retry_time_s=0.5) as store:
         info = await put(store, "file", file)
         assert info.version == (await store.head("file")).version
     assert digest(stored(bucket, "file")) == digest(file.data)
@@ -56,7 +55,7 @@ async def test_an_upload_that_was_not_completed_is_no_success(
     file = make_file(2 * PART)
     bucket.put("file", b"old")
     faulty.add("COMPLETE", cut_request_after=0)
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+    async with opened(bucket, faulty, retry_time_s=0.5) as store:
         with pytest.raises(UnreachableError):
             await put(store, "file", file)
         assert await store.list_uploads("") == []
@@ -69,6 +68,7 @@ async def test_an_upload_that_was_not_completed_is_no_success(
     [("COMPLETE", None), ("COPY", None), ("COPY", {"new": "1"}), ("PART COPY", None)],
 )
 async def test_an_error_with_status_200_is_an_error(
+    store: S3Store,
     bucket: Bucket,
     faulty: FaultyS3,
     make_file: MakeFile,
@@ -81,31 +81,29 @@ async def test_an_error_with_status_200_is_an_error(
         monkeypatch.setattr(copy, "COPY_LIMIT", PART)
     file = make_file(2 * PART)
     rule = faulty.add(operation, times=2, status=200, code="InternalError", body=body)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file)
-        await store.copy(info.version, "copy", Write(metadata=metadata))
+    info = await put(store, "file", file)
+    await store.copy(info.version, "copy", Write(metadata=metadata))
     assert rule.used == 2
     assert digest(stored(bucket, "copy")) == digest(file.data)
 
 
 async def test_a_copy_at_a_time_that_is_none_is_done(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     body = (
         b"<CopyObjectResult><ETag>&quot;e&quot;</ETag>"
         b"<LastModified>Mon, 23 Nov 2026 10:00:00 GMT</LastModified></CopyObjectResult>"
     )
     faulty.add("COPY", status=200, is_done=True, body=body)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", make_file(1000))
-        assert (await store.copy(info, "copy")).etag == '"e"'
+    info = await put(store, "file", make_file(1000))
+    assert (await store.copy(info, "copy")).etag == '"e"'
 
 
 async def test_an_upload_that_only_fails_with_status_200_is_given_up(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     faulty.add("COMPLETE", status=200, code="InternalError")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+    async with opened(bucket, faulty, retry_time_s=0.5) as store:
         with pytest.raises(UnreachableError):
             await put(store, "file", make_file(2 * PART))
         assert await store.list_uploads("") == []
@@ -113,14 +111,13 @@ async def test_an_upload_that_only_fails_with_status_200_is_given_up(
 
 
 async def test_a_part_that_the_bucket_lost_is_an_error(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     file = make_file(3 * PART)
     faulty.add("PART", times=1, status=200, body=b"", headers={"etag": '"00"'})
-    async with opened(bucket, faulty.endpoint_url) as store:
-        with pytest.raises(StoreError, match="does not have all the parts"):
-            await put(store, "file", file)
-        assert await store.list_uploads("") == []
-        assert keys(bucket) == []
+    with pytest.raises(StoreError, match="does not have all the parts"):
         await put(store, "file", file)
+    assert await store.list_uploads("") == []
+    assert keys(bucket) == []
+    await put(store, "file", file)
     assert digest(stored(bucket, "file")) == digest(file.data)

@@ -6,12 +6,11 @@ from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, U
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Write
 from fusefs.store.s3 import copy, multipart
+from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, put
-
-pytestmark = pytest.mark.usefixtures("as_owner")
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
@@ -28,7 +27,7 @@ async def test_a_copy_has_what_its_source_has(
     bucket: Bucket, make_file: MakeFile, has_listed: bool
 ) -> None:
     file = make_file(3 * PART + 5)
-    async with opened(bucket, bucket.server.endpoint_url, has_listed=has_listed) as store:
+    async with opened(bucket, bucket.server, has_listed=has_listed) as store:
         source = await put(store, KEYS[0], file)
         copied = await store.copy(source.version, "a copy/ü")
         seen = await store.head("a copy/ü")
@@ -38,33 +37,31 @@ async def test_a_copy_has_what_its_source_has(
 
 
 async def test_what_is_too_large_for_one_copy_is_not_copied_from_a_similar_name(
-    bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+    direct: S3Store, bucket: Bucket, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ceph's gateway would take that for the source of the parts, and what is renamed be lost."""
     monkeypatch.setattr(copy, "LARGEST_COPY", PART)
     monkeypatch.setattr(multipart, "COPY_PART", PART)
     file = make_file(2 * PART)
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        source = await put(store, "a%20b", file)
-        await store.copy(source.version, "copy")
-        assert digest(stored(bucket, "copy")) == digest(file.data)
-        bucket.put("a b", b"another")
-        with pytest.raises(UnsupportedError):
-            await store.copy(source.version, "other")
+    source = await put(direct, "a%20b", file)
+    await direct.copy(source.version, "copy")
+    assert digest(stored(bucket, "copy")) == digest(file.data)
+    bucket.put("a b", b"another")
+    with pytest.raises(UnsupportedError):
+        await direct.copy(source.version, "other")
     assert "other" not in keys(bucket)
 
 
 @pytest.mark.parametrize("key", ["it's/~a+b %20&=?#*()!@:,;$[]", *KEYS])
 async def test_what_was_listed_is_copied_with_one_request(
-    bucket: Bucket, faulty: FaultyS3, key: str
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, key: str
 ) -> None:
     bucket.put(key, b"x", Metadata={"mode": "1"}, StorageClass="STANDARD_IA")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        [listed] = (await store.list_page("", delimiter="")).objects
-        faulty.clear()
-        copied = await store.copy(listed, key + "2")
-        assert [request.operation for request in faulty.requests()] == ["COPY"]
-        seen = await store.head(key + "2")
+    [listed] = (await store.list_page("", delimiter="")).objects
+    faulty.clear()
+    copied = await store.copy(listed, key + "2")
+    assert [request.operation for request in faulty.requests()] == ["COPY"]
+    seen = await store.head(key + "2")
     assert (copied.version, copied.mtime_ns) == (seen.version, seen.mtime_ns)
     assert copied.storage_class == seen.storage_class == "STANDARD_IA"
     assert (copied.metadata, seen.metadata) == (None, {"mode": "1"})
@@ -72,86 +69,77 @@ async def test_what_was_listed_is_copied_with_one_request(
 
 @pytest.mark.usefixtures("copied_in_parts")
 async def test_a_copy_with_other_metadata_keeps_the_rest(
-    bucket: Bucket, make_file: MakeFile
+    direct: S3Store, bucket: Bucket, make_file: MakeFile
 ) -> None:
     file = make_file(2 * PART)
     kept = {"ContentType": "a/b", "CacheControl": "no-cache", "ContentEncoding": "x"}
     etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        await store.copy(
-            ObjectVersion("source", etag, file.size), "copy", Write(metadata={"new": "2"})
-        )
-        assert without_token((await store.head("copy")).metadata or {}) == {"new": "2"}
+    await direct.copy(
+        ObjectVersion("source", etag, file.size), "copy", Write(metadata={"new": "2"})
+    )
+    assert without_token((await direct.head("copy")).metadata or {}) == {"new": "2"}
     answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
     assert {name: answer[name] for name in kept} == kept
 
 
 @pytest.mark.usefixtures("copied_in_parts")
-async def test_tags_go_with_a_copy(bucket: Bucket, make_file: MakeFile) -> None:
+async def test_tags_go_with_a_copy(direct: S3Store, bucket: Bucket, make_file: MakeFile) -> None:
     file = make_file(2 * PART)
     etag = bucket.put("source", file.data, Tagging="a=b%26c&d=")
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        await store.copy(ObjectVersion("source", etag, file.size), "copy")
+    await direct.copy(ObjectVersion("source", etag, file.size), "copy")
     tags = bucket.client.get_object_tagging(Bucket=bucket.name, Key="copy")["TagSet"]
     assert {tag["Key"]: tag["Value"] for tag in tags} == {"a": "b&c", "d": ""}
 
 
 async def test_another_version_than_the_named_one_is_not_copied(
-    bucket: Bucket, make_file: MakeFile
+    direct: S3Store, bucket: Bucket, make_file: MakeFile
 ) -> None:
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        old = await put(store, "source", make_file(100))
-        await put(store, "source", make_file(100))
-        for source in (old, old.version):
-            with pytest.raises(StaleVersionError):
-                await store.copy(source, "copy")
+    old = await put(direct, "source", make_file(100))
+    await put(direct, "source", make_file(100))
+    for source in (old, old.version):
+        with pytest.raises(StaleVersionError):
+            await direct.copy(source, "copy")
     assert keys(bucket) == ["source"]
 
 
 @pytest.mark.usefixtures("copied_in_parts")
 async def test_where_there_was_to_be_nothing_nothing_is_replaced(
-    bucket: Bucket, make_file: MakeFile
+    direct: S3Store, bucket: Bucket, make_file: MakeFile
 ) -> None:
     file = make_file(2 * PART)
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        source = await put(store, "source", file)
-        await put(store, "there", make_file(5))
-        for keeps_mtime in (True, False):
-            with pytest.raises(ExistsError):
-                await store.copy(
-                    source, "there", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT)
-                )
-        await store.copy(source, "new", Write(condition=IF_ABSENT))
+    source = await put(direct, "source", file)
+    await put(direct, "there", make_file(5))
+    for keeps_mtime in (True, False):
+        with pytest.raises(ExistsError):
+            await direct.copy(source, "there", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
+    await direct.copy(source, "new", Write(condition=IF_ABSENT))
     assert len(stored(bucket, "there")) == 5
     assert stored(bucket, "new") == file.data
 
 
 @pytest.mark.parametrize("keeps_mtime", [True, False])
 async def test_a_copy_whose_answer_was_lost_is_not_in_its_own_way(
-    bucket: Bucket, faulty: FaultyS3, keeps_mtime: bool
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, keeps_mtime: bool
 ) -> None:
     etag = bucket.put("source", b"x")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        faulty.add("COPY", lose_answer=True, times=1)
-        source = ObjectInfo("source", 1, etag, 0)
+    faulty.add("COPY", lose_answer=True, times=1)
+    source = ObjectInfo("source", 1, etag, 0)
+    await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
+    assert len(faulty.requests("COPY")) == 2
+    with pytest.raises(ExistsError):
         await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
-        assert len(faulty.requests("COPY")) == 2
-        with pytest.raises(ExistsError):
-            await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
 
 
 async def test_a_store_without_conditions_of_copies_copies(
-    bucket: Bucket, faulty: FaultyS3
+    store: S3Store, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     etag = bucket.put("source", b"x")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        faulty.add("COPY", code="NotImplemented", times=1)
-        await store.copy(ObjectInfo("source", 1, etag, 0), "copy", Write(condition=IF_ABSENT))
+    faulty.add("COPY", code="NotImplemented", times=1)
+    await store.copy(ObjectInfo("source", 1, etag, 0), "copy", Write(condition=IF_ABSENT))
     assert stored(bucket, "copy") == b"x"
 
 
-async def test_what_is_missing_is_not_copied(bucket: Bucket) -> None:
-    async with opened(bucket, bucket.server.endpoint_url) as store:
-        for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
-            with pytest.raises(NotFoundError):
-                await store.copy(source, "copy")
+async def test_what_is_missing_is_not_copied(direct: S3Store) -> None:
+    for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
+        with pytest.raises(NotFoundError):
+            await direct.copy(source, "copy")

@@ -22,8 +22,6 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import PART, WAYS, opened, put
 
-pytestmark = pytest.mark.usefixtures("as_owner")
-
 RAW = bytes(range(32))
 TEXT = base64.b64encode(RAW).decode()
 KEY = CustomerKey(TEXT)
@@ -59,7 +57,7 @@ async def test_the_key_goes_with_each_request_that_reads_or_writes(
 ) -> None:
     before = len(faulty.requests())
     file = make_file(size)
-    async with opened(bucket, faulty.endpoint_url, customer_key=KEY) as store:
+    async with opened(bucket, faulty, customer_key=KEY) as store:
         info = await put(store, "made", file)
         assert await content_of(store, info.version) == os.pread(file.fd, size, 0)
         copied = await store.copy(info, "renamed")
@@ -89,7 +87,7 @@ async def test_the_key_goes_with_each_request_that_reads_or_writes(
 async def test_what_the_server_has_is_encrypted(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url, customer_key=KEY) as store:
+    async with opened(bucket, faulty, customer_key=KEY) as store:
         await put(store, "made", make_file(1000))
     with pytest.raises(Exception, match=r"Bad Request|40[03]"):
         bucket.client.head_object(Bucket=bucket.name, Key="made")

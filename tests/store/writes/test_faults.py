@@ -13,14 +13,13 @@ from fusefs.store.errors import (
     UnsupportedError,
 )
 from fusefs.store.interface import IF_ABSENT, UploadLog
+from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import download
 from tests.support.store_writing import PART, digest, each_way, opened, put
 from tests.support.waiting import eventually
-
-pytestmark = pytest.mark.usefixtures("as_owner")
 
 
 @each_way
@@ -39,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("as_owner")
     ids=lambda fault: next(iter(fault.values())) if "code" in fault else next(iter(fault)),
 )
 async def test_what_failed_is_sent_again(
+    store: S3Store,
     bucket: Bucket,
     faulty: FaultyS3,
     make_file: MakeFile,
@@ -48,10 +48,9 @@ async def test_what_failed_is_sent_again(
 ) -> None:
     file = make_file(size)
     rule = faulty.add(operation, times=2, **fault)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file)
-        assert store.counters()["retries"] == rule.used == 2
-        assert info.version == (await store.head("file")).version
+    info = await put(store, "file", file)
+    assert store.counters()["retries"] == rule.used == 2
+    assert info.version == (await store.head("file")).version
     assert digest(stored(bucket, "file")) == digest(file.data)
     # No other part was sent twice.
     assert len(faulty.requests(operation)) == (3 if operation == "PART" else 1) + 2
@@ -63,7 +62,7 @@ async def test_a_server_that_says_nothing_gets_the_request_again(
 ) -> None:
     file = make_file(size)
     faulty.add(operation, times=1, stall=True)
-    async with opened(bucket, faulty.endpoint_url, read_timeout_s=1.0) as store:
+    async with opened(bucket, faulty, read_timeout_s=1.0) as store:
         await put(store, "file", file)
     assert digest(stored(bucket, "file")) == digest(file.data)
 
@@ -71,12 +70,16 @@ async def test_a_server_that_says_nothing_gets_the_request_again(
 @pytest.mark.parametrize("operation", ["BEGIN", "COMPLETE"])
 @pytest.mark.parametrize("fault", [{"code": "SlowDown"}, {"cut_request_after": 0}])
 async def test_the_ends_of_an_upload_are_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, operation: str, fault: dict[str, object]
+    store: S3Store,
+    bucket: Bucket,
+    faulty: FaultyS3,
+    make_file: MakeFile,
+    operation: str,
+    fault: dict[str, object],
 ) -> None:
     file = make_file(2 * PART)
     faulty.add(operation, times=2, **fault)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await put(store, "file", file)
+    await put(store, "file", file)
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
@@ -85,7 +88,7 @@ async def test_a_store_that_goes_on_failing_is_given_up(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     rule = faulty.add(operation, code="SlowDown")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+    async with opened(bucket, faulty, retry_time_s=0.5) as store:
         with pytest.raises(ThrottledError):
             await put(store, "file", make_file(size))
         faulty.remove(rule)
@@ -98,7 +101,7 @@ async def test_what_is_forbidden_is_not_tried_again(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     faulty.add(operation, code="AccessDenied")
-    async with opened(bucket, faulty.endpoint_url, max_connections=1) as store:
+    async with opened(bucket, faulty, max_connections=1) as store:
         with pytest.raises(AccessDeniedError):
             await put(store, "file", make_file(size))
         assert store.counters()["retries"] == 0
@@ -106,26 +109,24 @@ async def test_what_is_forbidden_is_not_tried_again(
 
 @each_way
 async def test_writes_that_collide_are_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     file = make_file(size)
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, times=2, code="ConditionalRequestConflict")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await put(store, "file", file, IF_ABSENT)
+    await put(store, "file", file, IF_ABSENT)
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way
 async def test_a_store_without_conditions_says_so(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
+    store: S3Store, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     ends = "COMPLETE" if operation == "PART" else "PUT"
     faulty.add(ends, code="NotImplemented")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        with pytest.raises(UnsupportedError) as caught:
-            await put(store, "file", make_file(size), IF_ABSENT)
-        assert store.counters()["retries"] == 0
+    with pytest.raises(UnsupportedError) as caught:
+        await put(store, "file", make_file(size), IF_ABSENT)
+    assert store.counters()["retries"] == 0
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
@@ -143,7 +144,7 @@ async def test_an_upload_waits_for_credentials(
     monkeypatch.setattr("fusefs.store.s3.access.RECONNECT_EVERY_S", 0.0)
     file = make_file(size)
     rule = faulty.add(operation, code=code)
-    async with opened(bucket, faulty.endpoint_url) as store, trio.open_nursery() as nursery:
+    async with opened(bucket, faulty) as store, trio.open_nursery() as nursery:
         nursery.start_soon(put, store, "file", file)
         await eventually(lambda: store.counters()["retries"] > 0)
         faulty.remove(rule)
@@ -154,21 +155,20 @@ async def test_credentials_that_stay_rejected_are_an_error_of_their_own(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     faulty.add("PUT", code="InvalidAccessKeyId")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+    async with opened(bucket, faulty, retry_time_s=0.5) as store:
         with pytest.raises(CredentialsError):
             await put(store, "file", make_file(10))
 
 
 async def test_a_read_does_not_wait_for_rejected_credentials(
-    bucket: Bucket, faulty: FaultyS3
+    store: S3Store, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     bucket.put("file", b"there")
     faulty.add("GET", code="InvalidAccessKeyId")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await store.head("file")
-        with pytest.raises(CredentialsError):
-            await download(store, info.version, 0, 5)
-        assert store.counters()["retries"] == 0
+    info = await store.head("file")
+    with pytest.raises(CredentialsError):
+        await download(store, info.version, 0, 5)
+    assert store.counters()["retries"] == 0
 
 
 def refusal(code: str, key: str) -> bytes:
@@ -176,59 +176,56 @@ def refusal(code: str, key: str) -> bytes:
     return f"<DeleteResult>{error}</DeleteResult>".encode()
 
 
-async def test_what_is_gone_already_is_deleted(bucket: Bucket, faulty: FaultyS3) -> None:
+async def test_what_is_gone_already_is_deleted(
+    store: S3Store, bucket: Bucket, faulty: FaultyS3
+) -> None:
     """AWS says nothing of it; Google's store does."""
     faulty.add("DELETE", code="NoSuchKey")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await store.delete("gone")
-        await store.delete("dir/")
-        faulty.clear()
-        faulty.add("DELETE", code="NoSuchBucket")
-        with pytest.raises(StoreError, match="no such bucket"):
-            await store.delete("there")
+    await store.delete("gone")
+    await store.delete("dir/")
+    faulty.clear()
+    faulty.add("DELETE", code="NoSuchBucket")
+    with pytest.raises(StoreError, match="no such bucket"):
+        await store.delete("there")
 
 
 async def test_of_many_deletes_only_those_that_failed_are_tried_again(
-    bucket: Bucket, faulty: FaultyS3
+    store: S3Store, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     for key in ("one", "two"):
         bucket.put(key, b"x")
     faulty.add("DELETE MANY", times=2, status=200, body=refusal("InternalError", "two"))
-    async with opened(bucket, faulty.endpoint_url) as store:
-        assert await store.delete_many(["one", "two"]) == []
-        assert store.counters()["retries"] == 2
+    assert await store.delete_many(["one", "two"]) == []
+    assert store.counters()["retries"] == 2
     # The server that failed deleted nothing, and "one" was not requested again.
     assert keys(bucket) == ["one"]
 
 
 async def test_what_could_not_be_deleted_is_reported_with_its_reason(
-    bucket: Bucket, faulty: FaultyS3
+    store: S3Store, faulty: FaultyS3
 ) -> None:
     faulty.add("DELETE MANY", status=200, body=refusal("AccessDenied", "kept"))
-    async with opened(bucket, faulty.endpoint_url) as store:
-        [failure] = await store.delete_many(["gone", "kept"])
+    [failure] = await store.delete_many(["gone", "kept"])
     assert failure.key == "kept"
     assert isinstance(failure.error, AccessDeniedError)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>Sign in</html>"], ids=["empty", "page"])
 async def test_an_answer_that_does_not_tell_of_deletes_is_no_success(
-    bucket: Bucket, faulty: FaultyS3, body: bytes
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, body: bytes
 ) -> None:
     for key in ("one", "two"):
         bucket.put(key, b"x")
     faulty.add("DELETE MANY", times=1, status=200, body=body)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        assert await store.delete_many(["one", "two"]) == []
-        assert store.counters()["retries"] == 1
+    assert await store.delete_many(["one", "two"]) == []
+    assert store.counters()["retries"] == 1
     assert keys(bucket) == []
 
 
 async def test_many_deletes_have_the_md5_that_some_stores_demand(
-    bucket: Bucket, faulty: FaultyS3
+    store: S3Store, faulty: FaultyS3
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        assert await store.delete_many(["one", "two"]) == []
+    assert await store.delete_many(["one", "two"]) == []
     [request] = faulty.requests("DELETE MANY")
     assert len(request.headers["content-md5"]) == 24
 
@@ -237,7 +234,7 @@ async def test_many_deletes_that_fail_together_are_reported_one_by_one(
     bucket: Bucket, faulty: FaultyS3
 ) -> None:
     faulty.add("DELETE*", code="SlowDown")
-    async with opened(bucket, faulty.endpoint_url, retry_time_s=0.5) as store:
+    async with opened(bucket, faulty, retry_time_s=0.5) as store:
         failures = await store.delete_many(["a", "b\x01", "c"])
     assert sorted(failure.key for failure in failures) == ["a", "b\x01", "c"]
     assert all(isinstance(failure.error, ThrottledError) for failure in failures)
@@ -264,19 +261,18 @@ class Log(UploadLog):
 
 @pytest.mark.parametrize("outcome", ["done", "aborted", "left"])
 async def test_an_upload_of_the_stores_own_is_on_record_until_nothing_is_left_of_it(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, outcome: str
+    store: S3Store, faulty: FaultyS3, make_file: MakeFile, outcome: str
 ) -> None:
     if outcome != "done":
         faulty.add("PART", code="AccessDenied")
     if outcome == "left":
         faulty.add("ABORT", code="AccessDenied")
-    async with opened(bucket, faulty.endpoint_url) as store:
-        file, log = make_file(2 * PART), Log()
-        if outcome == "done":
+    file, log = make_file(2 * PART), Log()
+    if outcome == "done":
+        await store.put_file("file", file.fd, file.size, log=log)
+    else:
+        with pytest.raises(AccessDeniedError):
             await store.put_file("file", file.fd, file.size, log=log)
-        else:
-            with pytest.raises(AccessDeniedError):
-                await store.put_file("file", file.fd, file.size, log=log)
-        [upload_id] = log.begun_ids
-        assert log.open == ({upload_id} if outcome == "left" else set())
-        assert log.left == ([("file", upload_id)] if outcome == "left" else [])
+    [upload_id] = log.begun_ids
+    assert log.open == ({upload_id} if outcome == "left" else set())
+    assert log.left == ([("file", upload_id)] if outcome == "left" else [])

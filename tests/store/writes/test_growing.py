@@ -1,9 +1,6 @@
 """Uploads of files that change while they are sent: they grow, shrink, and get other bytes."""
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import trio
@@ -17,16 +14,11 @@ from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import PART, digest, opened
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.usefixtures("as_owner")
 
-
-@asynccontextmanager
-async def begun(
-    bucket: Bucket, faulty: FaultyS3, **settings: Any
-) -> AsyncIterator[tuple[S3Store, Upload]]:
-    """A store and an upload of "file" that has been begun."""
-    async with opened(bucket, faulty.endpoint_url, **settings) as store:
-        yield store, await store.begin_upload("file")
+@pytest.fixture
+async def upload(store: S3Store) -> Upload:
+    """An upload of "file" that has been begun."""
+    return await store.begin_upload("file")
 
 
 @pytest.fixture
@@ -36,54 +28,50 @@ def file(make_file: MakeFile) -> LocalFile:
 
 
 async def test_a_file_is_sent_while_it_is_written(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    store: S3Store, upload: Upload, bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (store, upload):
-        await upload.send(file.fd, [1], file.size)
-        file.append(2 * PART)
-        assert upload.missing(file.size) == [2, 3, 4]
-        await upload.send(file.fd, [2, 3, 4], file.size)
-        info = await upload.complete(file.size)
-        assert info == await store.head("file")
+    await upload.send(file.fd, [1], file.size)
+    file.append(2 * PART)
+    assert upload.missing(file.size) == [2, 3, 4]
+    await upload.send(file.fd, [2, 3, 4], file.size)
+    info = await upload.complete(file.size)
+    assert info == await store.head("file")
     assert len(faulty.requests("PART")) == 4
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_the_last_part_of_a_file_that_has_grown_is_missing(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    upload: Upload, bucket: Bucket, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (_, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        assert upload.missing(file.size) == []
-        file.append(1)
-        with pytest.raises(ValueError, match="1 parts are missing"):
-            await upload.complete(file.size)
-        assert upload.missing(file.size) == [2]
-        await upload.send(file.fd, [2], file.size)
+    await upload.send(file.fd, [1, 2], file.size)
+    assert upload.missing(file.size) == []
+    file.append(1)
+    with pytest.raises(ValueError, match="1 parts are missing"):
         await upload.complete(file.size)
+    assert upload.missing(file.size) == [2]
+    await upload.send(file.fd, [2], file.size)
+    await upload.complete(file.size)
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 async def test_a_file_that_was_cut_short_is_complete_without_its_end(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    upload: Upload, bucket: Bucket, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (_, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        await upload.complete(PART)
+    await upload.send(file.fd, [1, 2], file.size)
+    await upload.complete(PART)
     assert digest(stored(bucket, "file")) == digest(file.data[:PART])
 
 
 async def test_a_part_that_is_written_to_again_is_sent_again(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    upload: Upload, bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (_, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        file.change(5, b"changed")
-        upload.drop(upload.part_at(5))
-        assert [upload.has(number) for number in (1, 2)] == [False, True]
-        assert [part.number for part in upload.state.parts] == [2]
-        await upload.send(file.fd, upload.missing(file.size), file.size)
-        await upload.complete(file.size)
+    await upload.send(file.fd, [1, 2], file.size)
+    file.change(5, b"changed")
+    upload.drop(upload.part_at(5))
+    assert [upload.has(number) for number in (1, 2)] == [False, True]
+    assert [part.number for part in upload.state.parts] == [2]
+    await upload.send(file.fd, upload.missing(file.size), file.size)
+    await upload.complete(file.size)
     assert len(faulty.requests("PART")) == 3
     assert digest(stored(bucket, "file")) == digest(file.data)
 
@@ -92,7 +80,8 @@ async def test_two_who_send_one_part_wait_for_one_another(
     bucket: Bucket, faulty: FaultyS3, file: LocalFile
 ) -> None:
     rule = faulty.add("PART", times=1, stall=True)
-    async with begun(bucket, faulty, read_timeout_s=60.0) as (_, upload):
+    async with opened(bucket, faulty, read_timeout_s=60.0) as store:
+        upload = await store.begin_upload("file")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(upload.send, file.fd, [1], file.size)
             await eventually(lambda: rule.used == 1)
@@ -107,55 +96,51 @@ async def test_two_who_send_one_part_wait_for_one_another(
 
 
 async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    upload: Upload, faulty: FaultyS3, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (_, upload):
-        async with trio.open_nursery() as nursery:
-            for _ in range(2):
-                nursery.start_soon(upload.send, file.fd, [1], file.size)
-        assert upload.has(1)
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(upload.send, file.fd, [1], file.size)
+    assert upload.has(1)
     assert len(faulty.requests("PART")) == 1
 
 
 async def test_what_has_not_been_verified_is_missing(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    store: S3Store, upload: Upload, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (store, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        resumed = await store.resume_upload(upload.state)
-        assert resumed.missing(file.size) == [1, 2]
-        assert resumed.state == upload.state
-        file.change(5, b"changed")
-        await resumed.verify(file.fd, file.size)
-        assert resumed.missing(file.size) == [1]
-        assert [part.number for part in resumed.state.parts] == [2]
+    await upload.send(file.fd, [1, 2], file.size)
+    resumed = await store.resume_upload(upload.state)
+    assert resumed.missing(file.size) == [1, 2]
+    assert resumed.state == upload.state
+    file.change(5, b"changed")
+    await resumed.verify(file.fd, file.size)
+    assert resumed.missing(file.size) == [1]
+    assert [part.number for part in resumed.state.parts] == [2]
 
 
 async def test_a_file_that_is_too_short_cannot_be_verified(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile
+    store: S3Store, upload: Upload, file: LocalFile
 ) -> None:
-    async with begun(bucket, faulty) as (store, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        resumed = await store.resume_upload(upload.state)
-        size = file.size
-        os.truncate(file.path, PART)
-        with pytest.raises(StoreError, match="became shorter"):
-            await resumed.verify(file.fd, size)
+    await upload.send(file.fd, [1, 2], file.size)
+    resumed = await store.resume_upload(upload.state)
+    size = file.size
+    os.truncate(file.path, PART)
+    with pytest.raises(StoreError, match="became shorter"):
+        await resumed.verify(file.fd, size)
 
 
 @pytest.mark.parametrize("is_longer", [False, True])
 async def test_an_upload_that_was_completed_with_other_bytes_is_reported(
-    bucket: Bucket, faulty: FaultyS3, file: LocalFile, is_longer: bool
+    store: S3Store, upload: Upload, bucket: Bucket, file: LocalFile, is_longer: bool
 ) -> None:
-    async with begun(bucket, faulty) as (store, upload):
-        await upload.send(file.fd, [1, 2], file.size)
-        state = upload.state
-        await upload.complete(file.size)
-        if is_longer:
-            os.truncate(file.path, PART)
-        else:
-            file.change(5, b"changed")
-        resumed = await store.resume_upload(state)
-        with pytest.raises(NotFoundError, match="other bytes"):
-            await resumed.verify(file.fd, file.path.stat().st_size)
+    await upload.send(file.fd, [1, 2], file.size)
+    state = upload.state
+    await upload.complete(file.size)
+    if is_longer:
+        os.truncate(file.path, PART)
+    else:
+        file.change(5, b"changed")
+    resumed = await store.resume_upload(state)
+    with pytest.raises(NotFoundError, match="other bytes"):
+        await resumed.verify(file.fd, file.path.stat().st_size)
     assert keys(bucket) == ["file"]

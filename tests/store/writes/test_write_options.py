@@ -5,13 +5,12 @@ import pytest
 from fusefs.settings.mount import RawValue, SettingsError, build
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.settings import S3Settings, WriteOptions
+from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3, Request
 from tests.support.store_writing import each_way, opened, put
-
-pytestmark = pytest.mark.usefixtures("as_owner")
 
 OPTIONS = WriteOptions("STANDARD_IA", "AES256", None, "bucket-owner-full-control")
 HEADERS = {
@@ -46,7 +45,7 @@ async def test_each_way_of_writing_asks_for_it(
     bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, size: int, operation: str
 ) -> None:
     before = len(faulty.requests())
-    async with opened(bucket, faulty.endpoint_url, write_options=OPTIONS) as store:
+    async with opened(bucket, faulty, write_options=OPTIONS) as store:
         info = await put(store, "made", make_file(size))
         assert info.storage_class == "STANDARD_IA"
         await store.copy(info, "renamed")
@@ -59,7 +58,7 @@ async def test_each_way_of_writing_asks_for_it(
 async def test_a_rename_keeps_the_class_of_the_object(bucket: Bucket, faulty: FaultyS3) -> None:
     bucket.put("old", b"x", StorageClass="ONEZONE_IA")
     before = len(faulty.requests())
-    async with opened(bucket, faulty.endpoint_url, write_options=OPTIONS) as store:
+    async with opened(bucket, faulty, write_options=OPTIONS) as store:
         info = await store.head("old")
         await store.copy(info, "new")
     made = extra_headers(faulty.requests()[before:])["COPY"]
@@ -67,11 +66,10 @@ async def test_a_rename_keeps_the_class_of_the_object(bucket: Bucket, faulty: Fa
 
 
 async def test_without_a_choice_nothing_is_requested(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     before = len(faulty.requests())
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await put(store, "plain", make_file(1000))
+    await put(store, "plain", make_file(1000))
     assert set(extra_headers(faulty.requests()[before:])["PUT"].values()) == {""}
 
 

@@ -11,29 +11,27 @@ from fusefs.posix.late.uncertain_keys import UncertainKey, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import ObjectInfo
+from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.store_writing import opened
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.usefixtures("as_owner")
-
 
 async def test_metadata_that_cannot_be_sent_again_keep_no_content_from_being_put_back(
-    bucket: Bucket, tmp_path: Path
+    direct: S3Store, bucket: Bucket, tmp_path: Path
 ) -> None:
     """An object of another client's that was renamed here keeps what that wrote beside it."""
-    async with opened(bucket, bucket.server.endpoint_url) as inner:
-        late = UncertainKeys(tmp_path / "late", "bucket", (60.0,))
-        store = WatchedStore(inner, late)
-        entry = late.note_unanswered(Change(DELETE, "file"))
-        content = late.content_path(entry)
-        content.write_bytes(b"content")
-        metadata = {"title": "caf\xe9", "owner": "x"}
-        expected = ObjectInfo("file", 7, '"gone"', 0, metadata=metadata)
-        late.expect(entry, expected, content.name)
-        await Repairer(store, lambda _key, _state: None).check(entry)
-        assert stored(bucket, "file") == b"content"
-        assert without_token((await store.head("file")).metadata or {}) == {"owner": "x"}
+    late = UncertainKeys(tmp_path / "late", "bucket", (60.0,))
+    store = WatchedStore(direct, late)
+    entry = late.note_unanswered(Change(DELETE, "file"))
+    content = late.content_path(entry)
+    content.write_bytes(b"content")
+    metadata = {"title": "caf\xe9", "owner": "x"}
+    expected = ObjectInfo("file", 7, '"gone"', 0, metadata=metadata)
+    late.expect(entry, expected, content.name)
+    await Repairer(store, lambda _key, _state: None).check(entry)
+    assert stored(bucket, "file") == b"content"
+    assert without_token((await store.head("file")).metadata or {}) == {"owner": "x"}
     store.close(remove=False)
 
 
@@ -44,7 +42,7 @@ async def test_a_fault_about_one_key_ends_no_mount(
         raise ValueError(f"a fault about {entry.key}")
 
     monkeypatch.setattr(Repairer, "_is_right", fail)
-    async with opened(bucket, bucket.server.endpoint_url) as inner, trio.open_nursery() as nursery:
+    async with opened(bucket, bucket.server) as inner, trio.open_nursery() as nursery:
         late = UncertainKeys(tmp_path / "late", "bucket", (0.0,))
         store = WatchedStore(inner, late)
         for key in ("one", "two"):

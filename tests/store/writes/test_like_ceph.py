@@ -14,6 +14,7 @@ import pytest
 from fusefs.store.errors import NotFoundError, UnsupportedError
 from fusefs.store.interface import IfMatch, ObjectVersion
 from fusefs.store.s3 import copy, multipart
+from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.mounting import Mount, Mounter
 from tests.support.programs import WRITABLE
@@ -50,55 +51,47 @@ def ceph_bucket(ceph: S3Server) -> Bucket:
     return new_bucket(ceph)
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_completion_without_an_etag_is_done_also_where_others_replace_the_object(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     file = make_file(2 * PART)
     rule = faulty.add("COMPLETE", is_done=True, status=200, body=COMPLETED)
     other: list[str] = []
     faulty.add("HEAD", times=1, before=lambda: other.append(bucket.put("file", b"other")))
-    async with opened(bucket, faulty.endpoint_url) as store:
-        info = await put(store, "file", file)
-        assert (rule.used, store.counters()["retries"]) == (1, 0)
-        # It was ours, and is not any more.
-        assert info.etag != (await store.head("file")).etag == other[0]
+    info = await put(store, "file", file)
+    assert (rule.used, store.counters()["retries"]) == (1, 0)
+    # It was ours, and is not any more.
+    assert info.etag != (await store.head("file")).etag == other[0]
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_completion_that_can_not_end_is_given_up(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     """Its first answer was lost, and somebody else has replaced the object since."""
     faulty.add("COMPLETE", times=1, lose_answer=True)
     stuck = faulty.add("COMPLETE", before=lambda: bucket.put("file", b"other"), **STUCK)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        with pytest.raises(NotFoundError, match="completed or aborted"):
-            await put(store, "file", make_file(2 * PART))
-        assert stuck.used == 1
+    with pytest.raises(NotFoundError, match="completed or aborted"):
+        await put(store, "file", make_file(2 * PART))
+    assert stuck.used == 1
     assert stored(bucket, "file") == b"other"
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_completion_that_fails_while_the_upload_is_there_is_tried_again(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     file = make_file(2 * PART)
     faulty.add("COMPLETE", times=2, **STUCK)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await put(store, "file", file)
-        assert store.counters()["retries"] == 2
+    await put(store, "file", file)
+    assert store.counters()["retries"] == 2
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_server_that_compares_an_etag_without_its_quotes_gets_it_so(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
 ) -> None:
     etag = bucket.put("file", b"before")
     faulty.add("PUT", code="PreconditionFailed", times=1)
-    async with opened(bucket, faulty.endpoint_url) as store:
-        await put(store, "file", make_file(10), IfMatch(etag))
+    await put(store, "file", make_file(10), IfMatch(etag))
     sent = [one.headers["if-match"] for one in faulty.requests("PUT")]
     assert sent == [etag, etag.strip('"')]
 
@@ -143,21 +136,19 @@ def test_an_upload_that_can_not_be_completed_is_made_anew_or_kept_apart(
     assert bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", []) == []
 
 
-@pytest.mark.usefixtures("as_owner")
 @each_way
 @pytest.mark.parametrize("compares", [True, False, None])
 async def test_a_body_goes_with_its_md5_unless_checksums_are_compared(
-    bucket: Bucket,
+    store: S3Store,
     faulty: FaultyS3,
     make_file: MakeFile,
     size: int,
     operation: str,
     compares: bool | None,
 ) -> None:
-    async with opened(bucket, faulty.endpoint_url) as store:
-        store.fence.capabilities = replace(store.fence.capabilities, checksums=compares)
-        for key in KEYS:
-            await put(store, key, make_file(size))
+    store.fence.capabilities = replace(store.fence.capabilities, checksums=compares)
+    for key in KEYS:
+        await put(store, key, make_file(size))
     sent = faulty.requests(operation)
     assert len(sent) >= len(KEYS)
     assert all(("content-md5" in request.headers) == (not compares) for request in sent)
@@ -208,7 +199,6 @@ def test_a_large_file_that_is_cut_short_before_it_is_closed_arrives(
     assert uploads.get("Uploads", []) == []
 
 
-@pytest.mark.usefixtures("as_owner")
 async def test_a_copy_is_of_the_named_object_and_not_of_one_with_a_similar_name(
     ceph_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +208,7 @@ async def test_a_copy_is_of_the_named_object_and_not_of_one_with_a_similar_name(
     data = os.urandom(2 * PART)
     etag = ceph_bucket.put("a%20b", data)
     ceph_bucket.put("a b", os.urandom(2 * PART))
-    async with opened(ceph_bucket, ceph_bucket.server.endpoint_url) as store:
+    async with opened(ceph_bucket, ceph_bucket.server) as store:
         await store.copy(ObjectVersion("a%20b", etag, len(data)), "copy")
         assert stored(ceph_bucket, "copy") == data
         upload = await store.begin_upload("edited")
