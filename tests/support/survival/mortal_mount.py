@@ -31,7 +31,7 @@ from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Owners
 from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.restore.from_journal import restore
-from fusefs.posix.types import Caller, NameKind
+from fusefs.posix.types import Caller, NameKind, NewAttributes
 from fusefs.posix.write.aborts import PendingAborts
 from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
@@ -78,8 +78,9 @@ class Names:
 class Process:
     """One process of a mount, as a program sees it. Paths are relative to the mount."""
 
-    def __init__(self, operations: Operations, uniques: Iterable[int]) -> None:
+    def __init__(self, operations: Operations, uniques: Iterable[int], store: MemoryStore) -> None:
         self.operations = operations
+        self.store = store
         self.changes = operations.mutations.changes
         self.writer = operations.mutations.writer
         self._uniques = iter(uniques)
@@ -150,6 +151,15 @@ class Process:
     async def save(self, path: str, data: bytes) -> None:
         """A new file, written and closed."""
         await self.close(await self.create(path, data))
+
+    async def set_attributes(self, file: str | Inode, **new: int) -> None:
+        """Change attributes of a path or of a node; they have the names of `NewAttributes`."""
+        inode = await self.node(file) if isinstance(file, str) else file
+        await _answered(self.operations.mutations.setattr(inode.nodeid, NewAttributes(**new)))
+
+    async def set_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
+        setxattr = self.operations.mutations.setxattr
+        await _answered(setxattr(inode.nodeid, name, value, 0, self.caller()))
 
     async def stat(self, inode: Inode) -> Attributes:
         """The attributes of a node, once they are known."""
@@ -263,7 +273,7 @@ class MortalMount:
                     operations.log_table(journal)
                 nursery.start_soon(operations.mutations.changes.run)
                 try:
-                    yield Process(operations, self._uniques)
+                    yield Process(operations, self._uniques, self.store)
                 finally:
                     journal.close(remove=False)
                     nursery.cancel_scope.cancel()

@@ -32,19 +32,9 @@ from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 CREATE, REPLACE = 1, 2
 
 
-@pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    return MortalMount(tmp_path)
-
-
 def mutations(process: Process) -> Mutations:
     assert process.operations.mutations is not None
     return process.operations.mutations
-
-
-async def set_on(process: Process, path: str, **new: int) -> None:
-    inode = await process.node(path)
-    await mutations(process).setattr(inode.nodeid, NewAttributes(**new))
 
 
 async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
@@ -63,9 +53,9 @@ async def test_a_directory_keeps_what_was_set_in_its_marker(mount: MortalMount) 
     async with mount.serving() as process:
         await process.mkdir("made")
         for path in ("made", "implied"):
-            await set_on(process, path, mode=0o1770, uid=3, gid=4, mtime_ns=5)
+            await process.set_attributes(path, mode=0o1770, uid=3, gid=4, mtime_ns=5)
             inode = await process.node(path)
-            await mutations(process).setxattr(inode.nodeid, b"user.a", b"1", 0, process.caller())
+            await process.set_xattr(inode, b"user.a", b"1")
     mount.reboot()
     async with mount.serving() as process:
         for path in ("made", "implied"):
@@ -87,21 +77,20 @@ async def test_the_root_of_a_prefix_is_what_its_marker_says() -> None:
     assert found == Meta(stat.S_IFDIR | 0o711, 1, 2, 7_000_000_000, unset=unset)
 
 
-async def test_a_copy_that_has_another_etag_is_still_the_cached_content(mount: MortalMount) -> None:
-    HeldCopies(mount.store).holds = False  # as on S3 where the source was made of parts
+async def test_a_copy_that_has_another_etag_is_still_the_cached_content(process: Process) -> None:
+    HeldCopies(process.store).holds = False  # as on S3 where the source was made of parts
     content = os.urandom(5 << 20)
-    mount.store.put("whole", b"small")
-    mount.store.put("cold", content)
-    async with mount.serving() as process:
-        assert await process.load("whole") == b"small"
-        fh = await process.open("cold")
-        assert await process.read(fh, 0, 10) == content[:10]
-        for path in ("whole", "cold"):
-            await set_on(process, path, mode=0o600)
-        gets = mount.store.count("GET")
-        assert await process.load("whole") == b"small"
-        assert mount.store.count("GET") == gets
-        assert await process.read(fh, 4 << 20, 100) == content[4 << 20 :][:100]
+    process.store.put("whole", b"small")
+    process.store.put("cold", content)
+    assert await process.load("whole") == b"small"
+    fh = await process.open("cold")
+    assert await process.read(fh, 0, 10) == content[:10]
+    for path in ("whole", "cold"):
+        await process.set_attributes(path, mode=0o600)
+    gets = process.store.count("GET")
+    assert await process.load("whole") == b"small"
+    assert process.store.count("GET") == gets
+    assert await process.read(fh, 4 << 20, 100) == content[4 << 20 :][:100]
 
 
 @pytest.mark.parametrize(
@@ -135,14 +124,12 @@ async def test_an_attribute_that_was_set_is_not_refused_when_that_is_requested_a
         async with mount.serving() as process:
             inode = await process.node("file")
             for name, old in before.items():
-                await mutations(process).setxattr(
-                    inode.nodeid, name.encode(), old, 0, process.caller()
-                )
+                await process.set_xattr(inode, name.encode(), old)
             mount.store.after = failing(DiedError, "COPY")
             await change(process, caller)
     except* DiedError:
         pass
-    mount.store.after = lambda _what, _key: None
+    mount.store.heal()
     async with mount.serving() as process:
         await change(process, caller)
         assert kept(process, await process.node("file")) == after
@@ -158,26 +145,24 @@ async def test_what_was_refused_is_refused_when_it_is_requested_again(mount: Mor
                 await mutations(process).setxattr(inode.nodeid, b"user.a", b"2", CREATE, caller)
 
 
-async def test_attributes_beside_much_other_metadata_have_no_room(mount: MortalMount) -> None:
-    mount.store.put("full", b"x", note="n" * 1990)
-    async with mount.serving() as process:
-        with pytest.raises(OSError, match="2 KiB") as caught:
-            await set_on(process, "full", uid=1234567)
-        assert caught.value.errno == errno.ENOSPC
-    assert mount.store.count("COPY") == 0
+async def test_attributes_beside_much_other_metadata_have_no_room(process: Process) -> None:
+    process.store.put("full", b"x", note="n" * 1990)
+    with pytest.raises(OSError, match="2 KiB") as caught:
+        await process.set_attributes("full", uid=1234567)
+    assert caught.value.errno == errno.ENOSPC
+    assert process.store.count("COPY") == 0
 
 
 async def test_what_another_node_has_set_is_requested_when_a_listing_shows_it(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
-    mount.store.put("file", b"x", mode=str(stat.S_IFREG | 0o600))
-    async with mount.serving() as process:
-        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o600
-        for _ in range(2):
-            mount.store.put("file", b"x", mode=str(stat.S_IFREG | 0o640))
-        directories = process.writer.directories
-        directories.correct(directories.get(""), "file", mount.store.objects["file"].info)
-        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o640
+    process.store.put("file", b"x", mode=str(stat.S_IFREG | 0o600))
+    assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o600
+    for _ in range(2):
+        process.store.put("file", b"x", mode=str(stat.S_IFREG | 0o640))
+    directories = process.writer.directories
+    directories.correct(directories.get(""), "file", process.store.objects["file"].info)
+    assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o640
 
 
 XATTR = "%7B%22user.a%22%3A%22MQ%3D%3D%22%7D"
@@ -232,17 +217,16 @@ async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -
 
 
 @pytest.mark.parametrize("size", [4095, 4096])
-async def test_what_is_too_long_for_a_target_is_not_read(mount: MortalMount, size: int) -> None:
+async def test_what_is_too_long_for_a_target_is_not_read(process: Process, size: int) -> None:
     """An object of any size may say that it is a link, and would be read into memory."""
-    mount.store.put("link", b"t" * size, mode=str(stat.S_IFLNK | 0o777))
-    async with mount.serving() as process:
-        nodeid = (await process.node("link")).nodeid
-        if size < 4096:
-            assert await process.operations.readlink(nodeid) == b"t" * size
-            return
-        with pytest.raises(OSError, match=rf"\[Errno {errno.ENAMETOOLONG}\]"):
-            await process.operations.readlink(nodeid)
-        assert mount.store.count("GET") == 0
+    process.store.put("link", b"t" * size, mode=str(stat.S_IFLNK | 0o777))
+    nodeid = (await process.node("link")).nodeid
+    if size < 4096:
+        assert await process.operations.readlink(nodeid) == b"t" * size
+        return
+    with pytest.raises(OSError, match=rf"\[Errno {errno.ENAMETOOLONG}\]"):
+        await process.operations.readlink(nodeid)
+    assert process.store.count("GET") == 0
 
 
 NAMES = [f"{number:03}" for number in range(100)]
@@ -272,46 +256,43 @@ async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
     assert heads[-1] == len(NAMES)
 
 
-async def test_a_failed_head_is_sent_again(mount: MortalMount) -> None:
-    mount.store.put("file", b"x")
+async def test_a_failed_head_is_sent_again(process: Process) -> None:
+    process.store.put("file", b"x")
 
-    async with mount.serving() as process:
-        mount.store.before = failing(StoreError("not now"), "HEAD")
-        with pytest.raises(OSError, match="not now"):
-            await process.node("file")
-        mount.store.before = lambda _what, _key: None
-        assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o644
+    process.store.before = failing(StoreError("not now"), "HEAD")
+    with pytest.raises(OSError, match="not now"):
+        await process.node("file")
+    process.store.heal()
+    assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o644
 
 
 async def test_a_listing_asks_a_few_files_and_looking_up_names_the_others_once(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
     for name in NAMES:
-        mount.store.put("d/" + name, b"x", mode=str(stat.S_IFREG | 0o600))
-    async with mount.serving() as process:
-        before = mount.store.count("HEAD")
-        assert await process.listing("d") == NAMES
-        assert mount.store.count("HEAD") - before == SAMPLE + 1
-        for name in NAMES:
-            await process.node("d/" + name)
-        assert mount.store.count("HEAD") - before == len(NAMES) + 1
+        process.store.put("d/" + name, b"x", mode=str(stat.S_IFREG | 0o600))
+    before = process.store.count("HEAD")
+    assert await process.listing("d") == NAMES
+    assert process.store.count("HEAD") - before == SAMPLE + 1
+    for name in NAMES:
+        await process.node("d/" + name)
+    assert process.store.count("HEAD") - before == len(NAMES) + 1
 
 
 async def test_what_was_fetched_once_is_known_when_the_kernel_has_forgotten_the_name(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
-    mount.store.put("old", b"x", mode=str(stat.S_IFREG | 0o600))
-    mount.store.put("new", b"x", mode=str(stat.S_IFREG | 0o600))
-    stored = mount.store.objects["new"]
+    process.store.put("old", b"x", mode=str(stat.S_IFREG | 0o600))
+    process.store.put("new", b"x", mode=str(stat.S_IFREG | 0o600))
+    stored = process.store.objects["new"]
     stored.info = replace(stored.info, mtime_ns=time.time_ns() + 3600 * 10**9)
-    async with mount.serving() as process:
-        for name, heads in (("old", 1), ("new", 2)):
-            for _ in range(2):
-                inode = await process.node(name)
-                assert process.operations.head_cache.meta(inode).mode == stat.S_IFREG | 0o600
-                process.operations.inodes.forget(inode.nodeid, inode.nlookup)
-            # What is new may change again within the second that S3 tells.
-            assert mount.store.requests.count(("HEAD", name)) == heads
+    for name, heads in (("old", 1), ("new", 2)):
+        for _ in range(2):
+            inode = await process.node(name)
+            assert process.operations.head_cache.meta(inode).mode == stat.S_IFREG | 0o600
+            process.operations.inodes.forget(inode.nodeid, inode.nlookup)
+        # What is new may change again within the second that S3 tells.
+        assert process.store.requests.count(("HEAD", name)) == heads
 
 
 class Bucket(MemoryStore):
@@ -397,18 +378,16 @@ async def test_a_file_that_is_removed_makes_room(
 
 
 async def test_a_chmod_waits_for_those_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deferred_attributes, "MOST", 1)
-    mount = MortalMount(tmp_path)
     for name in "ab":
-        mount.store.put(name, b"x")
-    async with mount.serving() as process:
-        mutations = process.operations.mutations
-        nodes = [(await process.node(name)).nodeid for name in "ab"]
-        new = NewAttributes(mode=0o600)
-        await mutations.setattr(nodes[0], new)
-        assert mutations.setattr_now(nodes[1], new) is None
-        mutations.writer.deferred.hurry("")
-        await mutations.setattr(nodes[1], new)
-        assert mount.store.objects["a"].info.metadata["mode"] == str(0o100600)
+        process.store.put(name, b"x")
+    mutations = process.operations.mutations
+    nodes = [(await process.node(name)).nodeid for name in "ab"]
+    new = NewAttributes(mode=0o600)
+    await mutations.setattr(nodes[0], new)
+    assert mutations.setattr_now(nodes[1], new) is None
+    mutations.writer.deferred.hurry("")
+    await mutations.setattr(nodes[1], new)
+    assert process.store.objects["a"].info.metadata["mode"] == str(0o100600)

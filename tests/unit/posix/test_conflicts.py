@@ -17,11 +17,6 @@ from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
 
-@pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    return MortalMount(tmp_path)
-
-
 async def create(process: Process, name: str, data: bytes) -> int:
     """A new file that is created with O_EXCL and not reserved."""
     process.writer.exclusive.made("")
@@ -39,20 +34,19 @@ async def lose(process: Process, fh: int) -> None:
     assert caught.value.errno == errno.EEXIST
 
 
-async def test_a_content_that_is_kept_apart_has_a_name_that_is_shown(mount: MortalMount) -> None:
+async def test_a_content_that_is_kept_apart_has_a_name_that_is_shown(process: Process) -> None:
     """The names of files have 255 bytes at most."""
     name = "ä" * 125
-    async with mount.serving() as process:
-        fh = await create(process, name, b"ours")
-        mount.store.put(name, b"theirs")
-        await lose(process, fh)
-        theirs, ours = sorted(await process.listing())
-        if theirs != name:
-            theirs, ours = ours, theirs
-        assert ours.startswith("ää")
-        assert ".conflict-" in ours
-        assert await process.load(ours) == b"ours"
-    assert mount.store.contents() == {name: b"theirs", ours: b"ours"}
+    fh = await create(process, name, b"ours")
+    process.store.put(name, b"theirs")
+    await lose(process, fh)
+    theirs, ours = sorted(await process.listing())
+    if theirs != name:
+        theirs, ours = ours, theirs
+    assert ours.startswith("ää")
+    assert ".conflict-" in ours
+    assert await process.load(ours) == b"ours"
+    assert process.store.contents() == {name: b"theirs", ours: b"ours"}
 
 
 async def test_contents_of_one_machine_and_one_second_are_kept_apart_from_each_other(

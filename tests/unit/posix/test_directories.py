@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from fusefs.store.errors import AccessDeniedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from tests.support.local_cache import Bucket
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import Process
 
 
 @asynccontextmanager
@@ -73,37 +72,31 @@ WITH_MARKERS = PREFIXED.map(
 
 
 @given(PREFIXED, st.integers(1, 7))
-def test_a_stream_tells_each_name_once_in_order(keys: set[str], page_size: int) -> None:
-    async def check() -> None:
-        async with listings(Bucket(keys, page_size)) as directories:
-            found = await stream(directories, "p/")
-        assert [name for name, _ in found] == sorted(expected(keys, "p/"), key=position)
-        assert {name: entry is None for name, entry in found} == expected(keys, "p/")
-
-    trio.run(check)
+async def test_a_stream_tells_each_name_once_in_order(keys: set[str], page_size: int) -> None:
+    async with listings(Bucket(keys, page_size)) as directories:
+        found = await stream(directories, "p/")
+    assert [name for name, _ in found] == sorted(expected(keys, "p/"), key=position)
+    assert {name: entry is None for name, entry in found} == expected(keys, "p/")
 
 
 @given(PREFIXED, st.integers(1, 7), st.lists(NAME, min_size=1, max_size=12), st.data())
-def test_lookups_and_streams_in_any_order_tell_what_is_there(
+async def test_lookups_and_streams_in_any_order_tell_what_is_there(
     keys: set[str], page_size: int, looked_up: list[str], data: st.DataObject
 ) -> None:
-    async def check() -> None:
-        names = expected(keys, "p/")
-        async with listings(Bucket(keys, page_size)) as directories:
-            for name in looked_up + sorted(names):
-                if data.draw(st.booleans()):
-                    ordered = sorted(names, key=position)
-                    start = data.draw(st.sampled_from(["", *map(position, ordered)]))
-                    found = [name for name, _ in await stream(directories, "p/", start)]
-                    assert found == [name for name in ordered if position(name) > start]
-                entry, _ = await directories.lookup(directories.get("p/"), name)
-                if name in names:
-                    assert entry is not ABSENT
-                    assert (entry is None) == names[name]
-                else:
-                    assert entry is ABSENT
-
-    trio.run(check)
+    names = expected(keys, "p/")
+    async with listings(Bucket(keys, page_size)) as directories:
+        for name in looked_up + sorted(names):
+            if data.draw(st.booleans()):
+                ordered = sorted(names, key=position)
+                start = data.draw(st.sampled_from(["", *map(position, ordered)]))
+                found = [name for name, _ in await stream(directories, "p/", start)]
+                assert found == [name for name in ordered if position(name) > start]
+            entry, _ = await directories.lookup(directories.get("p/"), name)
+            if name in names:
+                assert entry is not ABSENT
+                assert (entry is None) == names[name]
+            else:
+                assert entry is ABSENT
 
 
 @given(WITH_MARKERS, st.integers(1, 12), st.sampled_from([0, 3, walk.MOST_BEGUN]))
@@ -123,28 +116,22 @@ def test_a_walk_from_folder_to_folder_tells_what_is_there(
         trio.run(check)
 
 
-def test_a_walk_through_small_folders_costs_a_request_for_many_of_them() -> None:
-    async def check() -> None:
-        bucket = Bucket(f"p/{number:03}/{name}" for number in range(200) for name in "abcde")
-        async with listings(bucket) as directories:
-            for name, _ in await stream(directories, "p/"):
-                assert len(await stream(directories, f"p/{name}/")) == 5
-        assert bucket.lists <= 5
-
-    trio.run(check)
+async def test_a_walk_through_small_folders_costs_a_request_for_many_of_them() -> None:
+    bucket = Bucket(f"p/{number:03}/{name}" for number in range(200) for name in "abcde")
+    async with listings(bucket) as directories:
+        for name, _ in await stream(directories, "p/"):
+            assert len(await stream(directories, f"p/{name}/")) == 5
+    assert bucket.lists <= 5
 
 
-def test_a_folder_that_two_pages_list_is_valid_as_long_as_the_first() -> None:
-    async def check() -> None:
-        bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(9) for name in range(60)), 100)
-        async with listings(bucket) as directories:
-            for number in range(6):
-                await stream(directories, f"p/{number:03}/")
-            # One by itself, then pages: 001 and a part of 002, the rest and a part of 004.
-            of_1, of_2, of_3 = (directories.get(f"p/00{n}/").segments[0].fetched for n in (1, 2, 3))
-        assert of_1 == of_2 < of_3
-
-    trio.run(check)
+async def test_a_folder_that_two_pages_list_is_valid_as_long_as_the_first() -> None:
+    bucket = Bucket((f"p/{n:03}/{name:02}" for n in range(9) for name in range(60)), 100)
+    async with listings(bucket) as directories:
+        for number in range(6):
+            await stream(directories, f"p/{number:03}/")
+        # One by itself, then pages: 001 and a part of 002, the rest and a part of 004.
+        of_1, of_2, of_3 = (directories.get(f"p/00{n}/").segments[0].fetched for n in (1, 2, 3))
+    assert of_1 == of_2 < of_3
 
 
 async def test_a_walk_that_may_not_list_flat_pages_goes_from_folder_to_folder() -> None:
@@ -177,79 +164,64 @@ async def test_what_is_beside_the_mounted_prefix_is_not_listed() -> None:
     assert {prefix for _, prefix in bucket.requests} == {"p/", "p/b/"}
 
 
-def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
-    async def check() -> None:
-        bucket = Bucket(f"p/{number:05}.jpg" for number in range(5000))
-        async with listings(bucket) as directories:
-            for number in sorted(range(5000), key=lambda number: hash((number, "shuffled"))):
-                entry, _ = await directories.lookup(directories.get("p/"), f"{number:05}.jpg")
-                assert isinstance(entry, ObjectInfo)
-        assert bucket.lists + bucket.heads <= 40
-
-    trio.run(check)
+async def test_looking_up_every_file_costs_a_request_a_page_at_most() -> None:
+    bucket = Bucket(f"p/{number:05}.jpg" for number in range(5000))
+    async with listings(bucket) as directories:
+        for number in sorted(range(5000), key=lambda number: hash((number, "shuffled"))):
+            entry, _ = await directories.lookup(directories.get("p/"), f"{number:05}.jpg")
+            assert isinstance(entry, ObjectInfo)
+    assert bucket.lists + bucket.heads <= 40
 
 
-def test_listings_hold_no_more_entries_than_they_may() -> None:
-    async def check() -> None:
-        folders = [f"p{number}/" for number in range(5)]
-        keys = [f"{folder}{number:04}" for folder in folders for number in range(1000)]
-        async with listings(Bucket(keys, 100), most_entries=700) as directories:
-            for folder in folders:
-                assert len(await stream(directories, folder)) == 1000
-                held = [one for prefix in folders for one in directories.get(prefix).segments]
-                assert sum(len(one.entries) for one in held) <= 700
-
+async def test_listings_hold_no_more_entries_than_they_may() -> None:
+    folders = [f"p{number}/" for number in range(5)]
+    keys = [f"{folder}{number:04}" for folder in folders for number in range(1000)]
+    async with listings(Bucket(keys, 100), most_entries=700) as directories:
+        for folder in folders:
+            assert len(await stream(directories, folder)) == 1000
+            held = [one for prefix in folders for one in directories.get(prefix).segments]
+            assert sum(len(one.entries) for one in held) <= 700
     assert MAX_ENTRIES == 200_000
-    trio.run(check)
 
 
 @given(KEYS, st.integers(1, 7))
-def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
+async def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_next(
     keys: set[str], page_size: int
 ) -> None:
-    async def check() -> None:
-        async with listings(Bucket(keys, page_size), most_entries=1) as directories:
-            found = await stream(directories, "")
-            assert [name for name, _ in found] == sorted(expected(keys, ""), key=position)
-            for name in expected(keys, ""):
-                entry, _ = await directories.lookup(directories.get(""), name)
-                assert entry is not ABSENT
-            # From where a segment began, whose neighbours are gone.
-            for segment in list(directories.get("").segments):
-                for at in filter(None, (segment.start, segment.stop)):
-                    for known in list(directories.get("").segments):
-                        known.expires = 0.0
-                    behind = [name for name, _ in await stream(directories, "", at)]
-                    assert behind == sorted(
-                        (name for name in expected(keys, "") if position(name) > at), key=position
-                    )
-
-    trio.run(check)
+    async with listings(Bucket(keys, page_size), most_entries=1) as directories:
+        found = await stream(directories, "")
+        assert [name for name, _ in found] == sorted(expected(keys, ""), key=position)
+        for name in expected(keys, ""):
+            entry, _ = await directories.lookup(directories.get(""), name)
+            assert entry is not ABSENT
+        # From where a segment began, whose neighbours are gone.
+        for segment in list(directories.get("").segments):
+            for at in filter(None, (segment.start, segment.stop)):
+                for known in list(directories.get("").segments):
+                    known.expires = 0.0
+                behind = [name for name, _ in await stream(directories, "", at)]
+                assert behind == sorted(
+                    (name for name in expected(keys, "") if position(name) > at), key=position
+                )
 
 
-def test_what_is_looked_up_again_and_again_stays_while_others_are_dropped() -> None:
-    async def check() -> None:
-        bucket = Bucket([f"d{number:03}/a" for number in range(100)], 100)
-        async with listings(bucket, most_entries=120) as directories:
-            for number in range(100):
-                for prefix, name in (("", f"d{number:03}"), (f"d{number:03}/", "a")):
-                    await directories.lookup(directories.get(prefix), name)
-        # The root once, and each folder.
-        assert bucket.lists == 101
-
-    trio.run(check)
+async def test_what_is_looked_up_again_and_again_stays_while_others_are_dropped() -> None:
+    bucket = Bucket([f"d{number:03}/a" for number in range(100)], 100)
+    async with listings(bucket, most_entries=120) as directories:
+        for number in range(100):
+            for prefix, name in (("", f"d{number:03}"), (f"d{number:03}/", "a")):
+                await directories.lookup(directories.get(prefix), name)
+    # The root once, and each folder.
+    assert bucket.lists == 101
 
 
-def test_a_directory_of_which_nothing_is_known_takes_no_memory() -> None:
-    async def check() -> None:
-        bucket = Bucket([f"d{number}/a" for number in range(100)], 10)
-        async with listings(bucket, most_entries=20) as directories:
-            for number in range(100):
-                await directories.lookup(directories.get(f"d{number}/"), "a")
-            gc.collect()
-            assert len(directories) <= 7
-
-    trio.run(check)
+async def test_a_directory_of_which_nothing_is_known_takes_no_memory() -> None:
+    bucket = Bucket([f"d{number}/a" for number in range(100)], 10)
+    async with listings(bucket, most_entries=20) as directories:
+        for number in range(100):
+            await directories.lookup(directories.get(f"d{number}/"), "a")
+        gc.collect()
+        assert len(directories) <= 7
 
 
 async def test_a_removal_holds_where_a_page_ended_and_the_next_one_was_dropped() -> None:
@@ -306,19 +278,17 @@ async def test_what_is_changed_while_its_name_is_requested_is_not_taken_back() -
     " was listed."
 )
 async def test_a_directory_with_hidden_keys_is_not_removed(
-    tmp_path: Path, key: str, *, is_listed: bool
+    process: Process, key: str, *, is_listed: bool
 ) -> None:
     """It would come back with the next listing. `d/file` is beside `d/file/below`."""
-    mount = MortalMount(tmp_path)
     for one in ("d/", key) + (("d/file/below",) if key == "d/file" else ()):
-        mount.store.put(one, b"")
-    async with mount.serving() as process:
-        if is_listed:
-            assert await process.listing("d") == (["file"] if key == "d/file" else [])
-        if key == "d/file":
-            await process.unlink("d/file/below")
-            await process.rmdir("d/file")
-        with pytest.raises(OSError, match="d") as caught:
-            await process.rmdir("d")
-        assert caught.value.errno == errno.ENOTEMPTY
-    assert sorted(mount.store.objects) == ["d/", key]
+        process.store.put(one, b"")
+    if is_listed:
+        assert await process.listing("d") == (["file"] if key == "d/file" else [])
+    if key == "d/file":
+        await process.unlink("d/file/below")
+        await process.rmdir("d/file")
+    with pytest.raises(OSError, match="d") as caught:
+        await process.rmdir("d")
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert sorted(process.store.objects) == ["d/", key]

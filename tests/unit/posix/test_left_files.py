@@ -11,16 +11,10 @@ from trio.testing import MockClock
 
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.restore import leftovers as recovery
-from fusefs.posix.types import NewAttributes
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    return MortalMount(tmp_path)
 
 
 def let_upload(mount: MortalMount, *, may: bool) -> None:
@@ -108,10 +102,8 @@ async def test_what_the_bucket_had_before_it_was_written_anew_is_not_kept(
         fh = await process.create("file", b"old")
         await process.open("file")
         await process.close(fh)
-        mutations = process.operations.mutations
-        node = await process.node("file")
-        await mutations.setattr(node.nodeid, NewAttributes(mode=0o600))
-        assert node.staged.is_closed
+        await process.set_attributes("file", mode=0o600)
+        assert (await process.node("file")).staged.is_closed
     mount.store.objects.clear()
     mount.reboot()
     await left_by_a_mount(mount, file=b"new")
@@ -219,39 +211,37 @@ def is_full(*_: object) -> None:
 
 @pytest.mark.parametrize("is_held", [True, False])
 async def test_the_last_close_takes_place_on_a_full_disk(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
+    process: Process, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
 ) -> None:
     """Also of what was written through a mapping, which no close of a descriptor has kept."""
-    async with mount.serving() as process:
-        fh = await process.create("file", b"1")
-        staged = (await process.node("file")).staged
-        await process.writer.uploads.wait(staged)
-        with monkeypatch.context() as context:
-            context.setattr(Staging, "record", is_full)
-            if is_held:
-                async with process.writer.uploads.locked(staged):
-                    process.operations.release(fh)
-                    staged.touch()
-            else:
-                await process.write(fh, 0, b"2")
+    fh = await process.create("file", b"1")
+    staged = (await process.node("file")).staged
+    await process.writer.uploads.wait(staged)
+    with monkeypatch.context() as context:
+        context.setattr(Staging, "record", is_full)
+        if is_held:
+            async with process.writer.uploads.locked(staged):
                 process.operations.release(fh)
-            await trio.testing.wait_all_tasks_blocked()
-        assert process.writer.staging.pending == []
-    assert mount.store.contents() == {"file": b"1" if is_held else b"2"}
+                staged.touch()
+        else:
+            await process.write(fh, 0, b"2")
+            process.operations.release(fh)
+        await trio.testing.wait_all_tasks_blocked()
+    assert process.writer.staging.pending == []
+    assert process.store.contents() == {"file": b"1" if is_held else b"2"}
 
 
 async def test_a_file_is_reserved_on_a_full_disk(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    process: Process, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    async with mount.serving() as process:
-        await process.mkdir("made")
-        parent, caller = await process.node("made"), process.caller()
-        await process.listing("made")
-        made = process.writer.create(parent, "file", 0o644, os.O_RDWR | os.O_EXCL, caller)
-        assert isinstance(made, tuple)
-        monkeypatch.setattr(Staging, "record", is_full)
-        await trio.sleep(2 * OPEN_S)
-        assert mount.store.contents() == {"made/file": b""}
+    await process.mkdir("made")
+    parent, caller = await process.node("made"), process.caller()
+    await process.listing("made")
+    made = process.writer.create(parent, "file", 0o644, os.O_RDWR | os.O_EXCL, caller)
+    assert isinstance(made, tuple)
+    monkeypatch.setattr(Staging, "record", is_full)
+    await trio.sleep(2 * OPEN_S)
+    assert process.store.contents() == {"made/file": b""}
 
 
 async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(

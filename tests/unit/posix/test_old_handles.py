@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import trio
 
-from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import NewAttributes
 from fusefs.store.interface import ObjectVersion
 from tests.support.memory_store import Stop
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import MortalMount, Process
 
-CHANGES = NewAttributes(mode=0o600, uid=7, gid=8, mtime_ns=9 * 10**9)
+CHANGES = {"mode": 0o600, "uid": 7, "gid": 8, "mtime_ns": 9 * 10**9}
 CHANGED = {"mode": str(stat.S_IFREG | 0o600), "uid": "7", "gid": "8", "mtime": "9.000000000"}
 
 
@@ -26,11 +24,6 @@ def mount(tmp_path: Path) -> MortalMount:
     mount = MortalMount(tmp_path)
     mount.store.put("file", b"content", mode=str(stat.S_IFREG | 0o640), note="kept")
     return mount
-
-
-def mutations(process: Process) -> Mutations:
-    assert process.operations.mutations is not None
-    return process.operations.mutations
 
 
 async def opened(process: Process, path: str) -> Inode:
@@ -48,8 +41,8 @@ async def rewrite(process: Process) -> None:
 
 async def change(process: Process, inode: Inode) -> tuple[int, int, int]:
     """Change everything of a node; return what it shows."""
-    await mutations(process).setattr(inode.nodeid, CHANGES)
-    await mutations(process).setxattr(inode.nodeid, b"user.a", b"1", 0, process.caller())
+    await process.set_attributes(inode, **CHANGES)
+    await process.set_xattr(inode, b"user.a", b"1")
     assert dict(process.operations.head_cache.meta(inode).xattrs) == {"user.a": b"1"}
     shown = process.operations.attributes(inode)
     return stat.S_IMODE(shown.mode), shown.uid, shown.mtime_ns
@@ -59,29 +52,30 @@ def metadata_of(mount: MortalMount, key: str) -> dict[str, str]:
     return dict(mount.store.objects[key].info.metadata or {})
 
 
-async def test_what_was_edited_meanwhile_is_still_that_file(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        # As where the kernel reads by passthrough: to be written to, the name gets a new node.
-        process.operations.inodes.mark_replaced(inode)
-        await rewrite(process)
-        await process.save("other", b"x")
-        assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-        assert await process.node("file") is not inode
-        await process.writer.deferred.drain()
+async def test_what_was_edited_meanwhile_is_still_that_file(
+    process: Process, mount: MortalMount
+) -> None:
+    inode = await opened(process, "file")
+    # As where the kernel reads by passthrough: to be written to, the name gets a new node.
+    process.operations.inodes.mark_replaced(inode)
+    await rewrite(process)
+    await process.save("other", b"x")
+    assert await change(process, inode) == (0o600, 7, 9 * 10**9)
+    assert await process.node("file") is not inode
+    await process.writer.deferred.drain()
     assert mount.store.contents()["file"] == b"another"
     assert CHANGED.items() <= metadata_of(mount, "file").items()
     assert "xattr" in metadata_of(mount, "file")
 
 
-async def test_the_attributes_that_the_name_got_meanwhile_stay(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        process.operations.inodes.mark_replaced(inode)
-        now = await process.node("file")
-        await mutations(process).setattr(now.nodeid, NewAttributes(uid=5, mtime_ns=10**9))
-        await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
-        await process.writer.deferred.drain()
+async def test_the_attributes_that_the_name_got_meanwhile_stay(
+    process: Process, mount: MortalMount
+) -> None:
+    inode = await opened(process, "file")
+    process.operations.inodes.mark_replaced(inode)
+    await process.set_attributes("file", uid=5, mtime_ns=10**9)
+    await process.set_attributes(inode, mode=0o600)
+    await process.writer.deferred.drain()
     expected = {"uid": "5", "mtime": "1.000000000", "mode": CHANGED["mode"], "note": "kept"}
     assert expected.items() <= metadata_of(mount, "file").items()
 
@@ -107,18 +101,17 @@ async def test_what_was_edited_and_renamed_is_changed_under_its_new_name(
 
 @pytest.mark.parametrize("is_renamed", [True, False])
 async def test_what_was_edited_and_then_removed_is_no_name_any_more(
-    mount: MortalMount, *, is_renamed: bool
+    process: Process, mount: MortalMount, *, is_renamed: bool
 ) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        process.operations.inodes.mark_replaced(inode)
-        await rewrite(process)
-        await process.save("tmp", b"another file")
-        if not is_renamed:
-            await process.unlink("file")
-        await process.rename("tmp", "file")
-        before = metadata_of(mount, "file")
-        assert await change(process, inode) == (0o600, 7, 9 * 10**9)
+    inode = await opened(process, "file")
+    process.operations.inodes.mark_replaced(inode)
+    await rewrite(process)
+    await process.save("tmp", b"another file")
+    if not is_renamed:
+        await process.unlink("file")
+    await process.rename("tmp", "file")
+    before = metadata_of(mount, "file")
+    assert await change(process, inode) == (0o600, 7, 9 * 10**9)
     assert metadata_of(mount, "file") == before
 
 
@@ -128,61 +121,56 @@ async def test_what_was_edited_and_then_removed_is_no_name_any_more(
     "are seen through all that had it open then, and by no name."
 )
 async def test_what_was_replaced_by_a_rename_is_left_alone(
-    mount: MortalMount, content: bytes
+    process: Process, mount: MortalMount, content: bytes
 ) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        await process.save("tmp", content)
-        await process.rename("tmp", "file")
-        before = metadata_of(mount, "file")
-        assert await change(process, inode) == (0o600, 7, 9 * 10**9)
+    inode = await opened(process, "file")
+    await process.save("tmp", content)
+    await process.rename("tmp", "file")
+    before = metadata_of(mount, "file")
+    assert await change(process, inode) == (0o600, 7, 9 * 10**9)
     assert metadata_of(mount, "file") == before
     assert mount.store.contents() == {"file": content}
 
 
-async def test_a_removed_directory_that_is_open_is_not_made_again(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        await process.mkdir("directory")
-        inode = await process.node("directory")
-        process.operations.opendir(inode.nodeid, process.caller())
-        await process.rmdir("directory")
-        await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o700))
-        assert process.operations.attributes(inode).mode == stat.S_IFDIR | 0o700
-    assert list(mount.store.objects) == ["file"]
+async def test_a_removed_directory_that_is_open_is_not_made_again(process: Process) -> None:
+    await process.mkdir("directory")
+    inode = await process.node("directory")
+    process.operations.opendir(inode.nodeid, process.caller())
+    await process.rmdir("directory")
+    await process.set_attributes(inode, mode=0o700)
+    assert process.operations.attributes(inode).mode == stat.S_IFDIR | 0o700
+    assert list(process.store.objects) == ["file"]
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
 async def test_what_somebody_else_has_replaced_or_removed_is_looked_up_again(
-    mount: MortalMount, *, is_replaced: bool
+    process: Process, mount: MortalMount, *, is_replaced: bool
 ) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        del mount.store.objects["file"]
-        if is_replaced:
-            mount.store.put("file", b"theirs")
-        await mutations(process).setattr(inode.nodeid, NewAttributes(mode=0o600))
-        await process.writer.deferred.drain()
-        if not is_replaced:
-            with pytest.raises(FileNotFoundError):
-                await process.node("file")
-            return
-        now = await process.node("file")
-        await mutations(process).setattr(now.nodeid, NewAttributes(mode=0o600))
-        await process.writer.deferred.drain()
+    inode = await opened(process, "file")
+    del mount.store.objects["file"]
+    if is_replaced:
+        mount.store.put("file", b"theirs")
+    await process.set_attributes(inode, mode=0o600)
+    await process.writer.deferred.drain()
+    if not is_replaced:
+        with pytest.raises(FileNotFoundError):
+            await process.node("file")
+        return
+    await process.set_attributes("file", mode=0o600)
+    await process.writer.deferred.drain()
     assert metadata_of(mount, "file")["mode"] == CHANGED["mode"]
 
 
 async def test_a_name_that_another_node_has_by_now_is_not_truncated_through_the_old_one(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
-    async with mount.serving() as process:
-        inode = await opened(process, "file")
-        await process.save("tmp", b"new")
-        await process.rename("tmp", "file")
-        with pytest.raises(OSError, match="another node") as caught:
-            await mutations(process).setattr(inode.nodeid, NewAttributes(size=0))
-        assert caught.value.errno == errno.ESTALE
-    assert mount.store.contents() == {"file": b"new"}
+    inode = await opened(process, "file")
+    await process.save("tmp", b"new")
+    await process.rename("tmp", "file")
+    with pytest.raises(OSError, match="another node") as caught:
+        await process.set_attributes(inode, size=0)
+    assert caught.value.errno == errno.ESTALE
+    assert process.store.contents() == {"file": b"new"}
 
 
 def shown(process: Process, inode: Inode) -> tuple[int, int, int, int, int]:
@@ -212,13 +200,14 @@ async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end
         assert len({shown(process, one) for one in nodes}) == 1
         assert shown(process, first)[4] == 0
         for number, node in enumerate(nodes):
-            change = NewAttributes(mode=0o600 + number, uid=number, mtime_ns=10**9 * number)
-            await mutations(process).setattr(node.nodeid, change)
+            await process.set_attributes(
+                node, mode=0o600 + number, uid=number, mtime_ns=10**9 * number
+            )
             assert {shown(process, one)[1:4] for one in nodes} == {
                 (0o600 + number, number, 10**9 * number)
             }
             name = f"user.{number}"
-            await mutations(process).setxattr(node.nodeid, name.encode(), b"1", 0, process.caller())
+            await process.set_xattr(node, name.encode(), b"1")
             for one in nodes:
                 assert name in dict(process.operations.head_cache.meta(one).xattrs)
         await process.close(writing)
@@ -229,7 +218,7 @@ async def test_all_nodes_of_a_removed_file_show_the_same(mount: MortalMount, end
     async with mount.serving() as process:
         again = [process.operations.inodes.get(one.nodeid) for one in (first, second)]
         assert {shown(process, one)[0] for one in again} == {ino}
-        await mutations(process).setattr(again[0].nodeid, NewAttributes(mode=0o640))
+        await process.set_attributes(again[0], mode=0o640)
         assert {shown(process, one)[1] for one in again} == {0o640}
         assert {shown(process, one)[4] for one in again} == {0}
     assert mount.store.contents() == ({"file": b"another file"} if end == "replaced" else {})
@@ -264,8 +253,7 @@ async def test_what_is_removed_while_it_is_opened_to_be_written_stays_so(
         if call == "open":
             handles.append(await process.open("file", os.O_RDWR))
         else:
-            inode = await process.node("file")
-            await mutations(process).setattr(inode.nodeid, NewAttributes(size=2))
+            await process.set_attributes("file", size=2)
 
     async with mount.serving() as process:
         async with trio.open_nursery() as nursery:
@@ -311,25 +299,24 @@ async def test_what_somebody_else_has_replaced_while_it_is_opened_to_be_written_
 
 @pytest.mark.parametrize("at", [("COPY", "new"), ("DELETE", "file")])
 async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under_the_new_name(
-    mount: MortalMount, at: tuple[str, str]
+    process: Process, at: tuple[str, str]
 ) -> None:
-    stop = Stop(mount.store, *at)
+    stop = Stop(process.store, *at)
 
     async def save() -> None:
         fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
         await process.write(fh, 0, b"written")
         await process.close(fh)
 
-    async with mount.serving() as process:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.rename, "file", "new")
-            await stop.reached.wait()
-            nursery.start_soon(save)
-            await trio.testing.wait_all_tasks_blocked()
-            stop.go_on.set()
-        assert await process.load("new") == b"written"
-        assert await process.listing() == ["new"]
-    assert mount.store.contents() == {"new": b"written"}
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.rename, "file", "new")
+        await stop.reached.wait()
+        nursery.start_soon(save)
+        await trio.testing.wait_all_tasks_blocked()
+        stop.go_on.set()
+    assert await process.load("new") == b"written"
+    assert await process.listing() == ["new"]
+    assert process.store.contents() == {"new": b"written"}
 
 
 @pytest.mark.parametrize(
@@ -342,11 +329,11 @@ async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under
 )
 @pytest.mark.parametrize("is_closed_first", [True, False])
 async def test_what_is_opened_to_be_written_while_its_name_goes_takes_no_name(
-    mount: MortalMount, end: str, at: tuple[str, str], *, is_closed_first: bool
+    process: Process, end: str, at: tuple[str, str], *, is_closed_first: bool
 ) -> None:
     """The name is that of the file that replaces it, or gone."""
-    mount.store.put("tmp", b"another file")
-    stop, is_closed = Stop(mount.store, *at), trio.Event()
+    process.store.put("tmp", b"another file")
+    stop, is_closed = Stop(process.store, *at), trio.Event()
 
     async def save() -> None:
         try:
@@ -368,15 +355,14 @@ async def test_what_is_opened_to_be_written_while_its_name_goes_takes_no_name(
             await process.unlink("file")
         done.set()
 
-    async with mount.serving() as process:
-        done = trio.Event()
-        await process.load("file")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(end_name)
-            await stop.reached.wait()
-            nursery.start_soon(save)
-            await trio.testing.wait_all_tasks_blocked(0.01)
-            stop.go_on.set()
-        assert is_closed.is_set()
+    done = trio.Event()
+    await process.load("file")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(end_name)
+        await stop.reached.wait()
+        nursery.start_soon(save)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        stop.go_on.set()
+    assert is_closed.is_set()
     left = "file" if end == "replaced" else "tmp"
-    assert mount.store.contents() == {left: b"another file"}
+    assert process.store.contents() == {left: b"another file"}

@@ -1,7 +1,6 @@
 """Large files whose upload was under way, where the bucket does not let it be found again."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ async def with_upload(process: Process, under_way: dict[str, Any]) -> tuple[int,
     ],
 )
 async def test_where_it_may_not_be_listed_the_file_is_sent_anew(
-    tmp_path: Path,
+    mount: MortalMount,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     under_way: dict[str, Any],
@@ -73,7 +72,6 @@ async def test_where_it_may_not_be_listed_the_file_is_sent_anew(
     aborted: list[str],
 ) -> None:
     monkeypatch.setattr(upload_steps, "IN_PARTS", 0)
-    mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     async with mount.serving() as process:
         fh, _ = await with_upload(process, under_way)
@@ -88,10 +86,12 @@ async def test_where_it_may_not_be_listed_the_file_is_sent_anew(
 @pytest.mark.parametrize("under_way", [{"upload_state": OLD}, {"begun_ns": 1}])
 @pytest.mark.parametrize("error", [UnsupportedError("status 501"), StoreError("status 405")])
 async def test_on_a_store_that_lists_no_uploads_the_file_is_sent_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: dict[str, Any], error: StoreError
+    mount: MortalMount,
+    monkeypatch: pytest.MonkeyPatch,
+    under_way: dict[str, Any],
+    error: StoreError,
 ) -> None:
     monkeypatch.setattr(upload_steps, "IN_PARTS", 0)
-    mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(error)
     async with mount.serving() as process:
         fh, _ = await with_upload(process, under_way)
@@ -100,10 +100,9 @@ async def test_on_a_store_that_lists_no_uploads_the_file_is_sent_anew(
 
 
 async def test_an_upload_of_a_removed_file_is_aborted_once_the_bucket_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aborts, "AGAIN_S", 0.0)
-    mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     store.refusals = [ThrottledError("slow down"), UnreachableError("no answer")]
     async with mount.serving() as process:
@@ -115,9 +114,8 @@ async def test_an_upload_of_a_removed_file_is_aborted_once_the_bucket_answers(
 
 @pytest.mark.parametrize("under_way", [{"upload_state": OLD}, {"begun_ns": 1}])
 async def test_while_credentials_are_refused_nothing_is_begun_anew(
-    tmp_path: Path, under_way: dict[str, Any]
+    mount: MortalMount, under_way: dict[str, Any]
 ) -> None:
-    mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(CredentialsError("expired"))
     async with mount.serving() as process:
         _, staged = await with_upload(process, under_way)
@@ -130,9 +128,8 @@ async def test_while_credentials_are_refused_nothing_is_begun_anew(
 
 @pytest.mark.parametrize("is_new_mount", [False, True], ids=["daemon", "mount"])
 async def test_what_was_not_aborted_the_next_process_aborts(
-    tmp_path: Path, is_new_mount: bool
+    mount: MortalMount, is_new_mount: bool
 ) -> None:
-    mount = MortalMount(tmp_path)
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     async with mount.serving() as process:
         store.refusals = [UnreachableError("no answer")] * 100
@@ -158,8 +155,9 @@ async def test_what_was_not_aborted_the_next_process_aborts(
         assert process.writer.uploads.aborts.pending == []
 
 
-async def test_an_upload_of_the_store_itself_is_aborted_by_the_next_process(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path)
+async def test_an_upload_of_the_store_itself_is_aborted_by_the_next_process(
+    mount: MortalMount,
+) -> None:
     mount.store = store = RefusingStore(AccessDeniedError("access denied"))
     async with mount.serving() as process:
         process.writer.uploads.aborts.begun("large", "copied")

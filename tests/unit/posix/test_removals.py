@@ -14,7 +14,7 @@ import trio
 
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.restore import leftovers as recovery
-from fusefs.posix.types import LookupResult, NewAttributes
+from fusefs.posix.types import LookupResult
 from fusefs.posix.write import removals, staging_record
 from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
@@ -66,32 +66,32 @@ async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> Async
     yield [f"a/{name}" for name in NAMES[MANY:count]]
 
 
-async def test_many_files_are_deleted_together(mount: MortalMount) -> None:
+async def test_many_files_are_deleted_together(process: Process, mount: MortalMount) -> None:
     stop = held(mount)
-    async with mount.serving() as process:
-        await remove(process)
-        assert len(process.writer.backlog.unsent("")) == COUNT - MANY
-        assert await process.listing("a") == []
-        with pytest.raises(FileNotFoundError):
-            await process.node(f"a/{NAMES[-1]}")
-        stop.go_on.set()
-        await process.changes.fsync(await process.node("a"))
-        assert process.writer.backlog.unsent("") == []
-        assert await process.listing("a") == []
+    await remove(process)
+    assert len(process.writer.backlog.unsent("")) == COUNT - MANY
+    assert await process.listing("a") == []
+    with pytest.raises(FileNotFoundError):
+        await process.node(f"a/{NAMES[-1]}")
+    stop.go_on.set()
+    await process.changes.fsync(await process.node("a"))
+    assert process.writer.backlog.unsent("") == []
+    assert await process.listing("a") == []
     assert mount.store.contents() == {}
     # The first that is on record by itself, and the others with the next.
     assert mount.store.count("DELETES") <= 2
     assert mount.store.count("DELETE") == MANY
 
 
-async def test_the_first_file_of_each_directory_is_deleted_at_once(mount: MortalMount) -> None:
+async def test_the_first_file_of_each_directory_is_deleted_at_once(
+    process: Process, mount: MortalMount
+) -> None:
     mount.store.put("b/")
     mount.store.put("b/file", b"x")
     held(mount)
-    async with mount.serving() as process:
-        await remove(process)
-        await process.unlink("b/file")
-        assert "b/file" not in mount.store.objects
+    await remove(process)
+    await process.unlink("b/file")
+    assert "b/file" not in mount.store.objects
 
 
 @pytest.mark.parametrize("how", ["unlink", "rename"])
@@ -111,18 +111,17 @@ async def test_a_directory_stays_whose_other_file_is_not_in_the_bucket_yet(
         assert await process.load("d/new") == b"content"
 
 
-async def test_a_refusal_is_reported_to_the_program(mount: MortalMount) -> None:
+async def test_a_refusal_is_reported_to_the_program(process: Process) -> None:
     def refuse(what: str, _key: str) -> None:
         if what.startswith("DELETE"):
             raise AccessDeniedError("not allowed")
 
-    async with mount.serving() as process:
-        await process.listing("a")
-        mount.store.before = refuse
-        for name in NAMES:
-            with pytest.raises(OSError, match="not allowed"):
-                await remove(process, [name])
-        assert process.writer.backlog.unsent("") == []
+    await process.listing("a")
+    process.store.before = refuse
+    for name in NAMES:
+        with pytest.raises(OSError, match="not allowed"):
+            await remove(process, [name])
+    assert process.writer.backlog.unsent("") == []
 
 
 @states("Later changes of such a name wait until the old object is gone.")
@@ -184,42 +183,44 @@ async def test_the_directory_waits_for_its_removals(mount: MortalMount, how: str
 
 
 @pytest.mark.parametrize("how", ["attributes", "upload"])
-async def test_the_version_that_was_waited_for_is_removed(mount: MortalMount, how: str) -> None:
+async def test_the_version_that_was_waited_for_is_removed(
+    process: Process, mount: MortalMount, how: str
+) -> None:
     """A file is removed while a copy or an upload of it is under way, which makes another ETag."""
     held = HeldCopies(mount.store)
     name = NAMES[-1]
-    async with mount.serving() as process:
-        inode = await process.node(f"a/{name}")
-        async with trio.open_nursery() as nursery:
-            if how == "attributes":
-                await process.operations.mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
-                process.writer.deferred.hurry(f"a/{name}")
-                await held.is_made.wait()
-            else:
-                fh = await process.open(f"a/{name}", os.O_WRONLY)
-                await process.write(fh, 0, b"other content")
-                hold(mount, "PUT", held.answer)
-                process.operations.release(fh)
-            await remove(process, NAMES[: 2 * MANY])
-            nursery.start_soon(remove, process, [name])
-            await trio.testing.wait_all_tasks_blocked()
-            held.answer.set()
-        await process.changes.fsync(await process.node("a"))
+    inode = await process.node(f"a/{name}")
+    async with trio.open_nursery() as nursery:
+        if how == "attributes":
+            await process.set_attributes(inode, mode=0o600)
+            process.writer.deferred.hurry(f"a/{name}")
+            await held.is_made.wait()
+        else:
+            fh = await process.open(f"a/{name}", os.O_WRONLY)
+            await process.write(fh, 0, b"other content")
+            hold(mount, "PUT", held.answer)
+            process.operations.release(fh)
+        await remove(process, NAMES[: 2 * MANY])
+        nursery.start_soon(remove, process, [name])
+        await trio.testing.wait_all_tasks_blocked()
+        held.answer.set()
+    await process.changes.fsync(await process.node("a"))
     assert f"a/{name}" not in mount.store.contents()
 
 
-async def test_a_file_is_removed_while_its_last_handle_is_closed(mount: MortalMount) -> None:
+async def test_a_file_is_removed_while_its_last_handle_is_closed(
+    process: Process, mount: MortalMount
+) -> None:
     go_on = trio.Event()
-    async with mount.serving() as process:
-        fh = await process.create("a/new", b"content")
-        await process.writer.flusher.fsync(fh)
-        async with trio.open_nursery() as nursery:
-            hold(mount, "DELETE", go_on)
-            nursery.start_soon(process.unlink, "a/new")
-            await trio.testing.wait_all_tasks_blocked()
-            process.operations.release(fh)
-            go_on.set()
-        assert list(process.writer.staging) == []
+    fh = await process.create("a/new", b"content")
+    await process.writer.flusher.fsync(fh)
+    async with trio.open_nursery() as nursery:
+        hold(mount, "DELETE", go_on)
+        nursery.start_soon(process.unlink, "a/new")
+        await trio.testing.wait_all_tasks_blocked()
+        process.operations.release(fh)
+        go_on.set()
+    assert list(process.writer.staging) == []
     assert "a/new" not in mount.store.contents()
 
 
@@ -233,30 +234,28 @@ def hold(mount: MortalMount, what: str, until_set: trio.Event) -> None:
     mount.store.before = before
 
 
-async def test_what_fails_stays_on_record_and_is_tried_again(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        await process.listing("a")
-        mount.store.before = failing(StoreError("not now"), "DELETED", "HEAD")
-        await remove(process)
-        with pytest.raises(StoreError, match="not now"):
-            await process.changes.fsync(await process.node("a"))
-        with pytest.raises(StoreError, match="not now"):
-            await process.rmdir("a")
-        assert await process.listing("a") == []
-        waiting = process.writer.backlog.unsent("")
-        assert {process.writer.backlog.state(one) for one in waiting} == {"failed"}
-        mount.store.before = lambda _what, _key: None
-        await process.writer.removals.drain()
-        await process.rmdir("a")
-    assert mount.store.objects == {}
-
-
-async def test_a_store_without_deleteobjects_gets_a_request_for_each(mount: MortalMount) -> None:
-    mount.store.before = failing(UnsupportedError("no such thing"), "DELETED")
-    async with mount.serving() as process:
-        await remove(process)
+async def test_what_fails_stays_on_record_and_is_tried_again(process: Process) -> None:
+    await process.listing("a")
+    process.store.before = failing(StoreError("not now"), "DELETED", "HEAD")
+    await remove(process)
+    with pytest.raises(StoreError, match="not now"):
         await process.changes.fsync(await process.node("a"))
-    assert mount.store.contents() == {}
+    with pytest.raises(StoreError, match="not now"):
+        await process.rmdir("a")
+    assert await process.listing("a") == []
+    waiting = process.writer.backlog.unsent("")
+    assert {process.writer.backlog.state(one) for one in waiting} == {"failed"}
+    process.store.heal()
+    await process.writer.removals.drain()
+    await process.rmdir("a")
+    assert process.store.objects == {}
+
+
+async def test_a_store_without_deleteobjects_gets_a_request_for_each(process: Process) -> None:
+    process.store.before = failing(UnsupportedError("no such thing"), "DELETED")
+    await remove(process)
+    await process.changes.fsync(await process.node("a"))
+    assert process.store.contents() == {}
 
 
 @pytest.mark.parametrize("has_failed", [True, False])
@@ -276,7 +275,7 @@ async def test_a_file_that_is_staged_is_removed_on_a_full_disk(
             mount.store.before = fail
             with pytest.raises(OSError, match="a/new"):
                 await process.close(fh)
-            mount.store.before = lambda _what, _key: None
+            mount.store.heal()
         fh = await process.open("a/new")
         with monkeypatch.context() as patch:
             patch.setattr(staging_record, "write", is_full)
@@ -292,15 +291,14 @@ async def test_a_file_that_is_staged_is_removed_on_a_full_disk(
 
 
 async def test_a_full_disk_delays_nothing(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_self: object, _lines: bytes) -> None:
         raise OSError("full")
 
     monkeypatch.setattr(removals.LineLog, "append", fail)
-    async with mount.serving() as process:
-        await remove(process)
-        assert mount.store.contents() == {}
+    await remove(process)
+    assert process.store.contents() == {}
 
 
 @states(
@@ -334,7 +332,7 @@ async def test_what_the_end_of_a_mount_could_not_delete_the_next_one_does(
         mount.store.before = failing(StoreError("not now"), "DELETED")
         await remove(process, NAMES[MANY:])
         await process.writer.backlog.drain(1)
-    mount.store.before = lambda _what, _key: None
+    mount.store.heal()
     mount.reboot()
     async with mount.serving() as process:
         recovery.adopt(process.writer)
@@ -410,9 +408,7 @@ async def test_what_an_earlier_process_has_removed_is_removed_once(mount: Mortal
             async with mount.serving() as process:
                 await process.writer.removals.flush_below("")
                 await process.save(key, name.encode())
-                mutations = process.operations.mutations
-                inode = await process.node(key)
-                await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+                await process.set_attributes(key, mode=0o600)
                 raise DiedError
         except* DiedError:
             pass
@@ -483,23 +479,22 @@ async def test_attributes_that_were_to_be_sent_are_given_up(mount: MortalMount) 
     assert mount.store.count("COPY") == 0
 
 
-async def test_what_is_about_to_be_removed_has_no_head(mount: MortalMount) -> None:
+async def test_what_is_about_to_be_removed_has_no_head(process: Process) -> None:
     """Unless a program wants them, or it may be a symbolic link."""
     for name, size in (("large", LONGEST_TARGET + 1), ("small", LONGEST_TARGET)):
-        mount.store.put(f"a/{name}", bytes(size), mode=str(stat.S_IFREG | 0o600))
-    async with mount.serving() as process:
-        parent = await process.node("a")
-        await remove(process)
-        heads = mount.store.count("HEAD")
-        found = process.operations.lookup(parent.nodeid, b"large", process.caller())
-        assert isinstance(found, LookupResult)
-        assert not found.has_attributes
-        assert mount.store.count("HEAD") == heads
-        assert process.operations.head_cache.needs_head(found.inode)
-        later = process.operations.getattr(found.inode.nodeid)
-        assert not isinstance(later, tuple)
-        inode, _ = await later
-        assert stat.S_IMODE(process.operations.attributes(inode).mode) == 0o600
-        small = process.operations.lookup(parent.nodeid, b"small", process.caller())
-        assert not isinstance(small, LookupResult)
-        assert (await small).has_attributes
+        process.store.put(f"a/{name}", bytes(size), mode=str(stat.S_IFREG | 0o600))
+    parent = await process.node("a")
+    await remove(process)
+    heads = process.store.count("HEAD")
+    found = process.operations.lookup(parent.nodeid, b"large", process.caller())
+    assert isinstance(found, LookupResult)
+    assert not found.has_attributes
+    assert process.store.count("HEAD") == heads
+    assert process.operations.head_cache.needs_head(found.inode)
+    later = process.operations.getattr(found.inode.nodeid)
+    assert not isinstance(later, tuple)
+    inode, _ = await later
+    assert stat.S_IMODE(process.operations.attributes(inode).mode) == 0o600
+    small = process.operations.lookup(parent.nodeid, b"small", process.caller())
+    assert not isinstance(small, LookupResult)
+    assert (await small).has_attributes

@@ -1,7 +1,6 @@
 """A listing's pages, and places in them by which a stream goes on."""
 
 import errno
-from pathlib import Path
 
 import pytest
 import trio
@@ -18,7 +17,7 @@ from fusefs.posix.directory.segment import (
 from fusefs.posix.journal.records import MARK, KernelState, Kind, node_payload
 from fusefs.posix.nodes.offsets import base_of, code_of
 from fusefs.store.interface import ListPage, ObjectInfo
-from tests.support.survival.mortal_mount import MortalMount, Names
+from tests.support.survival.mortal_mount import MortalMount, Names, Process
 
 FILE = ObjectInfo("d/b", 3, '"1"', 0)
 
@@ -69,26 +68,23 @@ def test_numbered_names_have_different_codes(pattern: str) -> None:
     assert len({code_of((pattern % number).encode()) for number in range(100_000)}) == 100_000
 
 
-async def test_a_stream_goes_on_behind_a_name_that_was_removed_meanwhile(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path)
-    async with mount.serving() as process:
-        for name in FILES:
-            await process.save(name, b"1")
-        fh = await process.opendir()
-        offsets = await process.readdir(fh)
-        assert list(offsets) == FILES
-        # Of an entry in the last reply, and of one of an earlier reply.
-        for name in FILES[3:5]:
-            await process.unlink(name)
-            assert list(await process.readdir(fh, offsets[name])) == FILES[FILES.index(name) + 1 :]
-            assert not await process.readdir(fh, offsets[FILES[-1]])
-        process.operations.releasedir(fh)
+async def test_a_stream_goes_on_behind_a_name_that_was_removed_meanwhile(process: Process) -> None:
+    for name in FILES:
+        await process.save(name, b"1")
+    fh = await process.opendir()
+    offsets = await process.readdir(fh)
+    assert list(offsets) == FILES
+    # Of an entry in the last reply, and of one of an earlier reply.
+    for name in FILES[3:5]:
+        await process.unlink(name)
+        assert list(await process.readdir(fh, offsets[name])) == FILES[FILES.index(name) + 1 :]
+        assert not await process.readdir(fh, offsets[FILES[-1]])
+    process.operations.releasedir(fh)
 
 
 async def test_no_name_is_passed_over_by_a_daemon_that_cannot_find_the_place(
-    tmp_path: Path,
+    mount: MortalMount,
 ) -> None:
-    mount = MortalMount(tmp_path)
     async with mount.serving() as process:
         for name in FILES:
             await process.save(name, b"1")
@@ -106,8 +102,7 @@ async def test_no_name_is_passed_over_by_a_daemon_that_cannot_find_the_place(
         process.operations.releasedir(fh)
 
 
-async def test_where_there_are_too_many_nodes_names_come_alone(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path)
+async def test_where_there_are_too_many_nodes_names_come_alone(mount: MortalMount) -> None:
     for name in FILES:  # without attributes, which would take a HEAD for each
         mount.store.put(name, b"1")
     mount.most_nodes = 5
@@ -129,9 +124,8 @@ def test_marks_are_on_record_until_their_directory_goes() -> None:
     assert state.marks == {}
 
 
-async def test_what_was_learned_of_an_entry_lasts_until_it_is_shown(tmp_path: Path) -> None:
+async def test_what_was_learned_of_an_entry_lasts_until_it_is_shown(mount: MortalMount) -> None:
     """Under pyfuse3 no entry is shown before its attributes are known, directories included."""
-    mount = MortalMount(tmp_path)
     async with mount.serving() as process:
         await process.mkdir("d")
         await process.save("file", b"1")
@@ -151,9 +145,8 @@ async def test_what_was_learned_of_an_entry_lasts_until_it_is_shown(tmp_path: Pa
 
 
 async def test_a_stream_goes_on_in_a_directory_that_was_made_here_and_is_many_pages(
-    tmp_path: Path,
+    mount: MortalMount,
 ) -> None:
-    mount = MortalMount(tmp_path)
     mount.store.page_size = 2  # to the next daemon: to this one it is one segment
     async with mount.serving() as process:
         for name in FILES:

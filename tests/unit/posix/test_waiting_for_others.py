@@ -17,7 +17,6 @@ from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
-from fusefs.posix.types import NewAttributes
 from fusefs.posix.write.removals import MANY, Removals
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
@@ -104,7 +103,7 @@ async def attributes(held: Held, directory: Path) -> AsyncIterator[DeferredAttri
     async with mount.serving() as process:
         node = await process.node("file")
         with served():  # as the request that changes them, which does not wait
-            await process.operations.mutations.setattr(node.nodeid, NewAttributes(mode=0o600))
+            await process.set_attributes(node, mode=0o600)
         yield process.writer.deferred
 
 

@@ -161,9 +161,8 @@ def test_a_disk_that_removes_nothing_ends_no_mount(
 @pytest.mark.parametrize("source", [b"", b"\xff\xfe"])
 @pytest.mark.parametrize("is_mounted_anew", [True, False])
 async def test_a_damaged_source_of_staged_files_ends_no_mount(
-    tmp_path: Path, source: bytes, *, is_mounted_anew: bool
+    mount: MortalMount, source: bytes, *, is_mounted_anew: bool
 ) -> None:
-    mount = MortalMount(tmp_path)
     async with mount.serving() as process:
         await process.save("file", b"content")
     (path,) = mount.directory.glob("**/staging/**/source")

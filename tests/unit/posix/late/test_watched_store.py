@@ -11,7 +11,6 @@ from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.restore import leftovers as recovery
-from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
@@ -100,7 +99,7 @@ def mount(tmp_path: Path) -> Iterator[MortalMount]:
 
 def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
     """As the next process finds a key whose last change was sent by the killed one."""
-    mount.store.after = lambda _what, _key: None
+    mount.store.heal()
     late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
     late.expect(late.note_unanswered(Change(DELETE, key)), ABSENT, None)
     late.note_unanswered(Change(kind, key, ("token",)))
@@ -163,9 +162,7 @@ async def test_attributes_are_kept_where_their_object_may_come_back(
         None,
     )
     async with mount.serving() as process:
-        mutations = process.operations.mutations
-        inode = await process.node("file")
-        await mutations.setattr(inode.nodeid, NewAttributes(mode=0o600))
+        await process.set_attributes("file", mode=0o600)
         del mount.store.objects["file"]
         deferred = process.writer.deferred
         if kind == DELETE:

@@ -160,35 +160,33 @@ async def fetched(process: Process) -> None:
     await process.operations.cache.record()
 
 
-async def test_a_file_that_is_whole_is_opened_at_once(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        await fetched(process)
-        inode = await process.node("file")
-        before = len(mount.store.requests)
-        for _ in range(2):
-            opened = process.operations.open(inode.nodeid, 0, process.caller())
-            assert not hasattr(opened, "send"), "it waits"
-            file = process.operations.handles.files[opened.fh].file
-            assert file.fd == -1
-        assert await process.read(opened.fh) == THERE
-        assert file.fd >= 0
-        assert len(mount.store.requests) == before
+async def test_a_file_that_is_whole_is_opened_at_once(process: Process) -> None:
+    await fetched(process)
+    inode = await process.node("file")
+    before = len(process.store.requests)
+    for _ in range(2):
+        opened = process.operations.open(inode.nodeid, 0, process.caller())
+        assert not hasattr(opened, "send"), "it waits"
+        file = process.operations.handles.files[opened.fh].file
+        assert file.fd == -1
+    assert await process.read(opened.fh) == THERE
+    assert file.fd >= 0
+    assert len(process.store.requests) == before
 
 
 async def test_what_another_mount_evicted_since_is_fetched_again(
-    mount: MortalMount, tmp_path: Path
+    process: Process, tmp_path: Path
 ) -> None:
-    async with mount.serving() as process:
-        await fetched(process)
-        fh = await process.open("file")
-        other = FileCache(tmp_path / "cache", "test", Quota(tmp_path, None, lambda _size: 0))
-        (same,) = other.files()
-        await other.evict(same)
-        assert other.evicted == 1
-        await other.aclose(sync=False)
-        before = mount.store.count("GET")
-        assert await process.read(fh) == THERE
-        assert mount.store.count("GET") > before
+    await fetched(process)
+    fh = await process.open("file")
+    other = FileCache(tmp_path / "cache", "test", Quota(tmp_path, None, lambda _size: 0))
+    (same,) = other.files()
+    await other.evict(same)
+    assert other.evicted == 1
+    await other.aclose(sync=False)
+    before = process.store.count("GET")
+    assert await process.read(fh) == THERE
+    assert process.store.count("GET") > before
 
 
 class SlowListing:

@@ -16,15 +16,11 @@ from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from fusefs.store.s3 import head
 from tests.support.memory_store import MemoryStore, failing
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import DiedError, MortalMount
+from tests.support.survival.fate import Fate
+from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.unit.posix.renaming.test_renaming_meanwhile import finished
 
 NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    return MortalMount(tmp_path)
 
 
 def fill(store: MemoryStore, prefix: str, count: int = 5) -> dict[str, bytes]:
@@ -82,59 +78,54 @@ async def test_a_file_stays_as_old_as_it_is(mount: MortalMount) -> None:
 
 
 @states("Files that are open, also for writing, go on under the new name.")
-async def test_open_files_are_read_on_under_the_new_name(mount: MortalMount) -> None:
+async def test_open_files_are_read_on_under_the_new_name(process: Process) -> None:
     """Also one of which only the first bytes are there."""
     data = os.urandom(4 << 20)
-    mount.store.put("old/big", data)
-    async with mount.serving() as process:
-        fh = await process.open("old/big")
-        await process.rename("old", "new")
-        assert await process.read(fh, 3 << 20, 100) == data[3 << 20 :][:100]
-        await process.rename("new/big", "bigger")
-        assert await process.read(fh, 2 << 20, 100) == data[2 << 20 :][:100]
-        again = await process.open("bigger")
-        assert await process.read(again, 0, 100) == data[:100]
+    process.store.put("old/big", data)
+    fh = await process.open("old/big")
+    await process.rename("old", "new")
+    assert await process.read(fh, 3 << 20, 100) == data[3 << 20 :][:100]
+    await process.rename("new/big", "bigger")
+    assert await process.read(fh, 2 << 20, 100) == data[2 << 20 :][:100]
+    again = await process.open("bigger")
+    assert await process.read(again, 0, 100) == data[:100]
 
 
-async def test_a_file_that_is_written_goes_on_under_the_new_name(mount: MortalMount) -> None:
-    mount.store.put("old/log", b"one")
-    async with mount.serving() as process:
-        fh = await process.open("old/log", os.O_RDWR)
-        await process.write(fh, 3, b"two")
-        await process.rename("old", "new")
-        await process.write(fh, 6, b"three")
-        assert await process.load("new/log") == b"onetwothree"
-        await process.close(fh)
-        assert mount.store.contents() == {"new/log": b"onetwothree"}
+async def test_a_file_that_is_written_goes_on_under_the_new_name(process: Process) -> None:
+    process.store.put("old/log", b"one")
+    fh = await process.open("old/log", os.O_RDWR)
+    await process.write(fh, 3, b"two")
+    await process.rename("old", "new")
+    await process.write(fh, 6, b"three")
+    assert await process.load("new/log") == b"onetwothree"
+    await process.close(fh)
+    assert process.store.contents() == {"new/log": b"onetwothree"}
 
 
 @states("If the rename of a directory fails its copies are removed.")
 @pytest.mark.parametrize("error", [UnreachableError("new/4"), OSError(errno.ENOSPC, "full")])
-async def test_copies_that_cannot_be_made_are_taken_back(
-    mount: MortalMount, error: OSError
-) -> None:
+async def test_copies_that_cannot_be_made_are_taken_back(process: Process, error: OSError) -> None:
     """Also where the local disk fails: the removal of what had the name stays on record."""
-    tree = fill(mount.store, "old/")
-    mount.store.put("new/", mode="16832")
+    tree = fill(process.store, "old/")
+    process.store.put("new/", mode="16832")
 
-    mount.store.before = failing(error, ("COPY", "new/4"))
-    async with mount.serving() as process:
-        with pytest.raises(type(error)):
-            await process.rename("old", "new")
-        assert below(mount.store, "old/") == tree
-        assert [key for key in mount.store.objects if key.startswith("new/")] == ["new/"]
-        assert sorted(await process.listing()) == ["new", "old"]
-        assert await process.listing("new") == []
-        assert process.changes.renames.describe() == []
-        mount.store.before = lambda _what, _key: None
+    process.store.before = failing(error, ("COPY", "new/4"))
+    with pytest.raises(type(error)):
         await process.rename("old", "new")
-        assert below(mount.store, "new/") == tree
+    assert below(process.store, "old/") == tree
+    assert [key for key in process.store.objects if key.startswith("new/")] == ["new/"]
+    assert sorted(await process.listing()) == ["new", "old"]
+    assert await process.listing("new") == []
+    assert process.changes.renames.describe() == []
+    process.store.heal()
+    await process.rename("old", "new")
+    assert below(process.store, "new/") == tree
 
 
-async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMount) -> None:
+async def test_copies_whose_answers_are_not_there_are_taken_back(process: Process) -> None:
     """That of the request that fails, and those of requests that are under way then."""
-    tree = fill(mount.store, "old/")
-    copy, is_failing = mount.store.copy, trio.Event()
+    tree = fill(process.store, "old/")
+    copy, is_failing = process.store.copy, trio.Event()
 
     async def lose(source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
         made = await copy(source, key, write)
@@ -146,110 +137,104 @@ async def test_copies_whose_answers_are_not_there_are_taken_back(mount: MortalMo
             await wait_all_tasks_blocked()
         return made
 
-    mount.store.copy = lose  # type: ignore[method-assign, assignment]
-    async with mount.serving() as process:
-        with pytest.raises(UnreachableError):
-            await process.rename("old", "new")
-        assert below(mount.store, "old/") == tree
-        assert [key for key in mount.store.objects if key.startswith("new")] == []
+    process.store.copy = lose  # type: ignore[method-assign, assignment]
+    with pytest.raises(UnreachableError):
+        await process.rename("old", "new")
+    assert below(process.store, "old/") == tree
+    assert [key for key in process.store.objects if key.startswith("new")] == []
 
 
 @pytest.mark.parametrize("content", [b"", b"of an object that is no marker"])
 async def test_an_empty_directory_stays_whose_rename_fails(
-    mount: MortalMount, content: bytes
+    process: Process, content: bytes
 ) -> None:
     """Its marker was deleted, but there was no answer."""
-    mount.store.put("old/", content, mode="16832")
+    process.store.put("old/", content, mode="16832")
 
-    mount.store.after = failing(UnreachableError("old/"), ("DELETE", "old/"))
-    async with mount.serving() as process:
-        with pytest.raises(UnreachableError):
-            await process.rename("old", "new")
-        assert await process.listing() == ["old"]
-    assert list(mount.store.objects) == ["old/"]
-    assert mount.store.objects["old/"].data == content
-    assert (mount.store.objects["old/"].info.metadata or {})["mode"] == "16832"
+    process.store.after = failing(UnreachableError("old/"), ("DELETE", "old/"))
+    with pytest.raises(UnreachableError):
+        await process.rename("old", "new")
+    assert await process.listing() == ["old"]
+    assert list(process.store.objects) == ["old/"]
+    assert process.store.objects["old/"].data == content
+    assert (process.store.objects["old/"].info.metadata or {})["mode"] == "16832"
 
 
-async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(mount: MortalMount) -> None:
+async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(process: Process) -> None:
     """Others write what can't."""
-    mount.store.put("old/", mode="16832", empty="", author="\u00e9")
-    mount.store.put("old/f", b"f")
-    put_file = mount.store.put_file
+    process.store.put("old/", mode="16832", empty="", author="\u00e9")
+    process.store.put("old/f", b"f")
+    put_file = process.store.put_file
 
     async def checked(key: str, fd: int, size: int, write: Write) -> ObjectInfo:
         head.check(write.metadata or {})
         return await put_file(key, fd, size, write)
 
-    mount.store.put_file = checked  # type: ignore[method-assign, assignment]
-    async with mount.serving() as process:
-        await process.rename("old", "new")
-    assert mount.store.contents() == {"new/f": b"f"}
-    assert mount.store.objects["new/"].info.metadata == {"mode": "16832"}
+    process.store.put_file = checked  # type: ignore[method-assign, assignment]
+    await process.rename("old", "new")
+    assert process.store.contents() == {"new/f": b"f"}
+    assert process.store.objects["new/"].info.metadata == {"mode": "16832"}
 
 
 async def test_a_fault_in_one_rename_ends_no_mount(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next process would meet it as well; other renames go on."""
-    fill(mount.store, "old/", 2)
-    fill(mount.store, "other/", 2)
+    fill(process.store, "old/", 2)
+    fill(process.store, "other/", 2)
 
     def fail(what: str, key: str) -> None:
         if what == "DELETED" and key in ("old/1", "other/1"):
             raise UnreachableError(key)
 
-    mount.store.before = fail
-    async with mount.serving() as process:
-        await process.rename("old", "new")
-        await process.rename("other", "another")
-        mount.store.before = failing(LookupError("old/"), ("LIST", "old/"))
-        process.changes.renames.pending("", hurry=True)
-        await wait_all_tasks_blocked(0.01)
-        (state,) = process.changes.renames.describe()
-        assert state["from"] == "old/"
-        (pending,) = process.changes.renames.pending("")
-        assert "LookupError" in pending["error"]
-        mount.store.before = lambda _what, _key: None
-        process.changes.renames.pending("", hurry=True)
-        await wait_all_tasks_blocked(0.01)
-        assert process.changes.renames.describe() == []
+    process.store.before = fail
+    await process.rename("old", "new")
+    await process.rename("other", "another")
+    process.store.before = failing(LookupError("old/"), ("LIST", "old/"))
+    process.changes.renames.pending("", hurry=True)
+    await wait_all_tasks_blocked(0.01)
+    (state,) = process.changes.renames.describe()
+    assert state["from"] == "old/"
+    (pending,) = process.changes.renames.pending("")
+    assert "LookupError" in pending["error"]
+    process.store.heal()
+    process.changes.renames.pending("", hurry=True)
+    await wait_all_tasks_blocked(0.01)
+    assert process.changes.renames.describe() == []
 
 
-async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(mount: MortalMount) -> None:
-    tree = fill(mount.store, "old/")
+async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(process: Process) -> None:
+    tree = fill(process.store, "old/")
 
     def refuse(what: str, key: str) -> None:
         if what in ("DELETE", "DELETED") and key.startswith("old"):
             raise AccessDeniedError(key)
 
-    mount.store.before = refuse
-    async with mount.serving() as process:
-        with pytest.raises(AccessDeniedError):
-            await process.rename("old", "new")
-        with pytest.raises(AccessDeniedError):
-            await process.rename("old/1", "one")
-        assert below(mount.store, "old/") == tree
-        assert mount.store.contents().keys() == {f"old/{path}" for path in tree}
-
-
-async def test_what_cannot_be_deleted_yet_is_deleted_later(mount: MortalMount) -> None:
-    tree = fill(mount.store, "old/")
-
-    mount.store.before = failing(UnreachableError("old/2"), ("DELETED", "old/2"))
-    async with mount.serving() as process:
+    process.store.before = refuse
+    with pytest.raises(AccessDeniedError):
         await process.rename("old", "new")
-        assert below(mount.store, "old/") == {"2": b"2"}
-        assert await process.listing() == ["new"]
-        (state,) = process.changes.renames.describe()
-        assert (state["phase"], state["copied"], state["deleted"]) == ("deleting", 8, 7)
-        # What another client makes under the old name stays.
-        mount.store.put("old/1", b"of another node")
-        mount.store.before = lambda _what, _key: None
-        process.changes.renames.pending("", hurry=True)
-        await process.mkdir("old")  # which waits
-        assert below(mount.store, "new/") == tree
-        assert below(mount.store, "old/") == {"1": b"of another node"}
+    with pytest.raises(AccessDeniedError):
+        await process.rename("old/1", "one")
+    assert below(process.store, "old/") == tree
+    assert process.store.contents().keys() == {f"old/{path}" for path in tree}
+
+
+async def test_what_cannot_be_deleted_yet_is_deleted_later(process: Process) -> None:
+    tree = fill(process.store, "old/")
+
+    process.store.before = failing(UnreachableError("old/2"), ("DELETED", "old/2"))
+    await process.rename("old", "new")
+    assert below(process.store, "old/") == {"2": b"2"}
+    assert await process.listing() == ["new"]
+    (state,) = process.changes.renames.describe()
+    assert (state["phase"], state["copied"], state["deleted"]) == ("deleting", 8, 7)
+    # What another client makes under the old name stays.
+    process.store.put("old/1", b"of another node")
+    process.store.heal()
+    process.changes.renames.pending("", hurry=True)
+    await process.mkdir("old")  # which waits
+    assert below(process.store, "new/") == tree
+    assert below(process.store, "old/") == {"1": b"of another node"}
 
 
 async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> None:
@@ -271,7 +256,7 @@ async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> N
         await wait_all_tasks_blocked(0.01)
         answer = status.sync(mutations, "", is_first=False)
         assert (len(answer["pending"]), answer["under_way"]) == (1, 0)
-        live_on(mount.store)
+        mount.store.heal()
         status.sync(mutations, "", is_first=True)
         await wait_all_tasks_blocked(0.01)
         assert status.sync(mutations, "", is_first=False)["pending"] == []
@@ -301,18 +286,17 @@ async def test_a_record_that_cannot_be_used_ends_no_mount(
     assert path.read_bytes() == record
 
 
-async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: Path) -> None:
-    for point in range(100):
-        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fate = Fate(monkeypatch)
+    for mount in fate.mounts(tmp_path):
         tree = fill(mount.store, "old/", 3)
-        try:
+        with fate.process():
             async with mount.serving() as process:
                 await process.node("old/1")
-                die_at(mount.store, point)
+                fate.count()
                 await process.rename("old", "new")
-        except* DiedError:
-            pass
-        live_on(mount.store)
         assert {**below(mount.store, "old/"), **below(mount.store, "new/")} == tree
         is_on_record = list((mount.directory / "renames").glob("*.json"))
         mount.reboot()
@@ -323,9 +307,6 @@ async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(tmp_path: P
                 assert below(mount.store, "new/") == tree
                 assert await process.listing() == ["new"]
                 assert await process.load("new/sub/x") == b"x"
-        if not is_on_record and point:
-            return
-    pytest.fail("it was never done")
 
 
 async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> None:
@@ -343,160 +324,134 @@ async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> N
     assert record.read_text() == text
 
 
-def die_at(store: MemoryStore, point: int) -> None:
-    """Have the process killed at some point: before its first request, after it, and so on."""
-    left = point
-
-    def step(_what: str, _key: str) -> None:
-        nonlocal left
-        if left <= 0:
-            raise DiedError
-        left -= 1
-
-    store.before = store.after = step
-
-
-def live_on(store: MemoryStore) -> None:
-    store.before = store.after = lambda _what, _key: None
-
-
 @pytest.mark.parametrize("flags", [EXCHANGE, WHITEOUT, NOREPLACE | EXCHANGE])
 @states("RENAME_EXCHANGE is EINVAL: three copies are not one step.")
-async def test_what_is_not_one_step_is_refused(mount: MortalMount, flags: int) -> None:
-    mount.store.put("a", b"a")
-    mount.store.put("b", b"b")
-    async with mount.serving() as process:
-        with pytest.raises(OSError, match=rf"\[Errno {errno.EINVAL}\]"):
-            await process.rename("a", "b", flags=flags)
-        with pytest.raises(FileExistsError):
-            await process.rename("a", "b", flags=NOREPLACE)
-        await process.rename("a", "c", flags=NOREPLACE)
-        assert mount.store.contents() == {"b": b"b", "c": b"a"}
+async def test_what_is_not_one_step_is_refused(process: Process, flags: int) -> None:
+    process.store.put("a", b"a")
+    process.store.put("b", b"b")
+    with pytest.raises(OSError, match=rf"\[Errno {errno.EINVAL}\]"):
+        await process.rename("a", "b", flags=flags)
+    with pytest.raises(FileExistsError):
+        await process.rename("a", "b", flags=NOREPLACE)
+    await process.rename("a", "c", flags=NOREPLACE)
+    assert process.store.contents() == {"b": b"b", "c": b"a"}
 
 
-async def test_what_another_node_has_just_made_is_not_replaced(mount: MortalMount) -> None:
+async def test_what_another_node_has_just_made_is_not_replaced(process: Process) -> None:
     """If that is what the program wants, as `mv` does."""
-    mount.store.put("a", b"a")
-    async with mount.serving() as process:
-        assert await process.listing() == ["a"]
-        mount.store.put("b", b"of another node")
-        with pytest.raises(ExistsError):
-            await process.rename("a", "b", flags=NOREPLACE)
-        assert mount.store.contents() == {"a": b"a", "b": b"of another node"}
-        assert await process.listing() == ["a", "b"]
-        await process.rename("a", "b")
-        assert mount.store.contents() == {"b": b"a"}
+    process.store.put("a", b"a")
+    assert await process.listing() == ["a"]
+    process.store.put("b", b"of another node")
+    with pytest.raises(ExistsError):
+        await process.rename("a", "b", flags=NOREPLACE)
+    assert process.store.contents() == {"a": b"a", "b": b"of another node"}
+    assert await process.listing() == ["a", "b"]
+    await process.rename("a", "b")
+    assert process.store.contents() == {"b": b"a"}
 
 
 @states("Where the store knows conditional writes, a symbolic link replaces no other node's file.")
-async def test_a_link_replaces_nothing_that_another_node_has_just_made(mount: MortalMount) -> None:
+async def test_a_link_replaces_nothing_that_another_node_has_just_made(process: Process) -> None:
     """Programs use links as locks."""
-    async with mount.serving() as process:
-        assert await process.listing() == []
-        mount.store.put("lock", b"of another node")
-        with pytest.raises(ExistsError):
-            await process.symlink("lock", b"target")
-        assert mount.store.contents() == {"lock": b"of another node"}
-        assert await process.listing() == ["lock"]
+    assert await process.listing() == []
+    process.store.put("lock", b"of another node")
+    with pytest.raises(ExistsError):
+        await process.symlink("lock", b"target")
+    assert process.store.contents() == {"lock": b"of another node"}
+    assert await process.listing() == ["lock"]
 
 
-async def test_a_link_is_made_where_the_store_knows_no_conditions(mount: MortalMount) -> None:
-    put_file = mount.store.put_file
+async def test_a_link_is_made_where_the_store_knows_no_conditions(process: Process) -> None:
+    put_file = process.store.put_file
 
     async def put_without(key: str, fd: int, size: int, write: Write) -> ObjectInfo:
         if write.condition == IF_ABSENT:
             raise UnsupportedError("If-None-Match")
         return await put_file(key, fd, size, write)
 
-    mount.store.put_file = put_without  # type: ignore[method-assign, assignment]
-    async with mount.serving() as process:
-        await process.symlink("link", b"target")
-    assert mount.store.contents() == {"link": b"target"}
+    process.store.put_file = put_without  # type: ignore[method-assign, assignment]
+    await process.symlink("link", b"target")
+    assert process.store.contents() == {"link": b"target"}
 
 
 @pytest.mark.parametrize("made", ["b", "b/x"])
 @states("A directory that must replace nothing is renamed after a look into the bucket.")
 async def test_a_directory_takes_no_name_that_another_node_has_just_taken(
-    mount: MortalMount, made: str
+    process: Process, made: str
 ) -> None:
-    fill(mount.store, "a/", 1)
-    async with mount.serving() as process:
-        assert await process.listing() == ["a"]
-        mount.store.put(made, b"of another node")
-        with pytest.raises(FileExistsError):
-            await process.rename("a", "b", flags=NOREPLACE)
-        assert await process.listing() == ["a", "b"]
-        await process.rename("a", "c", flags=NOREPLACE)
-        assert await process.listing() == ["b", "c"]
+    fill(process.store, "a/", 1)
+    assert await process.listing() == ["a"]
+    process.store.put(made, b"of another node")
+    with pytest.raises(FileExistsError):
+        await process.rename("a", "b", flags=NOREPLACE)
+    assert await process.listing() == ["a", "b"]
+    await process.rename("a", "c", flags=NOREPLACE)
+    assert await process.listing() == ["b", "c"]
 
 
 async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
-    mount.store.put("a", b"a")
+    process.store.put("a", b"a")
 
-    async with mount.serving() as process:
-        fh = await process.create("b", b"precious")
-        mount.store.before = failing(UnreachableError, "COPY")
-        with pytest.raises(UnreachableError):
-            await process.rename("a", "b")
-        mount.store.before = lambda _what, _key: None
-        assert await process.load("b") == b"precious"
-        await process.close(fh)
-        assert mount.store.contents() == {"a": b"a", "b": b"precious"}
+    fh = await process.create("b", b"precious")
+    process.store.before = failing(UnreachableError, "COPY")
+    with pytest.raises(UnreachableError):
         await process.rename("a", "b")
-        assert mount.store.contents() == {"b": b"a"}
+    process.store.heal()
+    assert await process.load("b") == b"precious"
+    await process.close(fh)
+    assert process.store.contents() == {"a": b"a", "b": b"precious"}
+    await process.rename("a", "b")
+    assert process.store.contents() == {"b": b"a"}
 
 
-async def test_removing_a_tree_looks_once_into_each_directory(mount: MortalMount) -> None:
-    fill(mount.store, "tree/", 4)
-    async with mount.serving() as process:
-        await process.listing()
-        await process.listing("tree")
-        await process.listing("tree/sub")
-        mount.store.requests.clear()
-        for name in ("0", "1", "2", "3", "sub/x"):
-            await process.unlink(f"tree/{name}")
-        await process.rmdir("tree/sub")
-        await process.rmdir("tree")
-        assert mount.store.objects == {}
-        # Besides: does the directory above have a marker of its own?
-        assert mount.store.count("LIST") <= 2 + 2
+async def test_removing_a_tree_looks_once_into_each_directory(process: Process) -> None:
+    fill(process.store, "tree/", 4)
+    await process.listing()
+    await process.listing("tree")
+    await process.listing("tree/sub")
+    process.store.requests.clear()
+    for name in ("0", "1", "2", "3", "sub/x"):
+        await process.unlink(f"tree/{name}")
+    await process.rmdir("tree/sub")
+    await process.rmdir("tree")
+    assert process.store.objects == {}
+    # Besides: does the directory above have a marker of its own?
+    assert process.store.count("LIST") <= 2 + 2
 
 
-async def test_a_rename_that_fails_shows_what_it_has_replaced(mount: MortalMount) -> None:
+async def test_a_rename_that_fails_shows_what_it_has_replaced(process: Process) -> None:
     """The file is there under its old name as well."""
-    mount.store.put("old", b"moved")
-    mount.store.put("new", b"replaced")
+    process.store.put("old", b"moved")
+    process.store.put("new", b"replaced")
 
-    mount.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
-    async with mount.serving() as process:
-        assert await process.load("new") == b"replaced"
-        with pytest.raises(UnreachableError):
-            await process.rename("old", "new")
-        assert await process.load("new") == await process.load("old") == b"moved"
+    process.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
+    assert await process.load("new") == b"replaced"
+    with pytest.raises(UnreachableError):
+        await process.rename("old", "new")
+    assert await process.load("new") == await process.load("old") == b"moved"
 
 
 @pytest.mark.parametrize("is_replacing", [False, True])
 async def test_a_file_whose_old_object_is_deleted_without_an_answer_is_renamed(
-    mount: MortalMount, is_replacing: bool
+    process: Process, is_replacing: bool
 ) -> None:
     """Its copy is all that there is."""
-    mount.store.put("old", b"moved")
+    process.store.put("old", b"moved")
 
     def lose(what: str, key: str) -> None:
         if (what, key) == ("DELETE", "old"):
             raise UnreachableError(key)
 
-    mount.store.after = lose
-    async with mount.serving() as process:
-        fh = await process.create("new", b"new") if is_replacing else None
-        await process.rename("old", "new")
-        assert await process.listing() == ["new"]
-        assert await process.load("new") == b"moved"
-        if fh is not None:
-            await process.close(fh)
-    assert mount.store.contents() == {"new": b"moved"}
+    process.store.after = lose
+    fh = await process.create("new", b"new") if is_replacing else None
+    await process.rename("old", "new")
+    assert await process.listing() == ["new"]
+    assert await process.load("new") == b"moved"
+    if fh is not None:
+        await process.close(fh)
+    assert process.store.contents() == {"new": b"moved"}
 
 
 async def test_a_copy_stays_while_its_old_object_may_be_deleted_late(mount: MortalMount) -> None:
@@ -520,39 +475,37 @@ async def test_a_copy_stays_while_its_old_object_may_be_deleted_late(mount: Mort
 
 
 async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploaded(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
     """Else it would be there once that file was removed."""
-    mount.store.put("old", b"moved")
+    process.store.put("old", b"moved")
 
-    mount.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
-    async with mount.serving() as process:
-        await process.mkdir("other")  # a file that was there before would count as inherited
-        fh = await process.create("new", b"new")
-        with pytest.raises(UnreachableError):
-            await process.rename("old", "new")
-        await process.unlink("new")
-        await process.close(fh)
-    assert mount.store.contents() == {"old": b"moved"}
+    process.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
+    await process.mkdir("other")  # a file that was there before would count as inherited
+    fh = await process.create("new", b"new")
+    with pytest.raises(UnreachableError):
+        await process.rename("old", "new")
+    await process.unlink("new")
+    await process.close(fh)
+    assert process.store.contents() == {"old": b"moved"}
 
 
 async def test_what_is_read_past_the_cache_while_it_is_renamed_is_read_under_its_new_name(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
     content = bytes(range(256)) * (16 << 10)
-    mount.store.put("old", content)
-    async with mount.serving() as process:
-        fh = await process.open("old")
-        file = process.operations.handles.files[fh].file
-        process.operations.cache.disable(file, OSError(errno.EIO, "the disk fails"))
-        is_renamed = False
+    process.store.put("old", content)
+    fh = await process.open("old")
+    file = process.operations.handles.files[fh].file
+    process.operations.cache.disable(file, OSError(errno.EIO, "the disk fails"))
+    is_renamed = False
 
-        async def rename_first() -> None:
-            nonlocal is_renamed
-            if mount.store.requests[-1] == ("GET", "old") and not is_renamed:
-                is_renamed = True
-                await process.rename("old", "new")
+    async def rename_first() -> None:
+        nonlocal is_renamed
+        if process.store.requests[-1] == ("GET", "old") and not is_renamed:
+            is_renamed = True
+            await process.rename("old", "new")
 
-        mount.store.pause = rename_first
-        assert await process.read(fh, 2 << 20, 1000) == content[2 << 20 :][:1000]
-        assert is_renamed
+    process.store.pause = rename_first
+    assert await process.read(fh, 2 << 20, 1000) == content[2 << 20 :][:1000]
+    assert is_renamed

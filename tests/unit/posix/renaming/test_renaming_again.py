@@ -17,8 +17,6 @@ from tests.support.memory_store import MemoryStore, failing
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
-MOST_POINTS = 200
-
 
 @pytest.fixture
 def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
@@ -159,29 +157,16 @@ async def test_a_request_that_comes_again_is_answered_as_the_first_time(
     tmp_path: Path, fate: Fate, name: str
 ) -> None:
     case = CASES[name]
-    for point in range(MOST_POINTS):
-        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+    for mount in fate.mounts(tmp_path):
         unique = mount.new_unique()
-        mount.store.before = mount.store.after = fate.step
-        has_died = True
-        handles: list[int] = []
-        try:
+        with fate.process():
             async with mount.serving() as process:
                 handles = await case.set_up(process, mount.store)
-                fate.left = point
+                fate.count()
                 await case.request(process, unique)
-                has_died = False
-                fate.left = None
-                await check(case, mount, process, handles)
-        except* DiedError:
-            pass
-        fate.left = None
-        if not has_died:
-            return
         async with mount.serving() as process:
             await case.request(process, unique)
             await check(case, mount, process, handles)
-    pytest.fail("it was never done")
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -189,40 +174,29 @@ async def test_what_is_replaced_may_be_closed_before_its_rename_comes_again(
     tmp_path: Path, fate: Fate, is_open: bool
 ) -> None:
     """It was put in place of the only copy of what was renamed."""
-    for point in range(MOST_POINTS):
-        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+    for mount in fate.mounts(tmp_path):
         mount.store.put("a", b"a")
         mount.store.put("b", b"b")
         unique = mount.new_unique()
-        mount.store.before = mount.store.after = fate.step
-        has_died = True
-        try:
+        with fate.process():
             async with mount.serving() as process:
                 if is_open:
                     await process.open("a", os.O_RDWR)
                 fh = await process.open("b", os.O_RDWR)
                 await process.write(fh, 0, b"E")
-                fate.left = point
+                fate.count()
                 await process.rename("a", "b", unique=unique)
-                has_died = False
-        except* DiedError:
-            pass
-        fate.left = None
-        if not has_died:
-            return
         async with mount.serving() as process:
             await process.close(fh)
             await process.rename("a", "b", unique=unique)
             assert mount.store.contents() == {"b": b"a"}
             assert await process.listing() == ["b"]
-    pytest.fail("it was never done")
 
 
 @pytest.mark.parametrize("replaced", ["of the bucket", "new"])
 async def test_what_a_rename_that_failed_was_to_replace_is_uploaded_by_its_close(
-    tmp_path: Path, replaced: str
+    mount: MortalMount, replaced: str
 ) -> None:
-    mount = MortalMount(tmp_path)
     mount.store.put("a", b"a")
     if replaced == "of the bucket":
         mount.store.put("b", b"b")
@@ -264,10 +238,9 @@ async def check(case: Case, mount: MortalMount, process: Process, handles: list[
     ],
 )
 async def test_what_was_refused_is_refused_again(
-    tmp_path: Path, request_: Callable[[Process, int], Awaitable[None]], number: int
+    mount: MortalMount, request_: Callable[[Process, int], Awaitable[None]], number: int
 ) -> None:
     """The first process died before its answer arrived."""
-    mount = MortalMount(tmp_path)
     for key in ("a", "d/b", "e/c"):
         mount.store.put(key, key.encode())
     before = mount.store.contents()
@@ -279,8 +252,9 @@ async def test_what_was_refused_is_refused_again(
     assert mount.store.contents() == before
 
 
-async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path)
+async def test_what_is_under_way_is_known_after_the_journal_was_compacted(
+    mount: MortalMount,
+) -> None:
     unique = mount.new_unique()
     async with mount.serving() as process:
         mount.store.put("a", b"a")
@@ -297,7 +271,7 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
 
         mount.store.after = compact
         await process.unlink("a", unique)
-    mount.store.after = lambda _what, _key: None
+    mount.store.heal()
     async with mount.serving() as process:
         await process.unlink("a", unique)
         with pytest.raises(FileNotFoundError):
@@ -306,9 +280,8 @@ async def test_what_is_under_way_is_known_after_the_journal_was_compacted(tmp_pa
 
 @pytest.mark.parametrize("is_renamed", [True, False])
 async def test_an_upload_whose_end_was_not_seen_leaves_no_object_behind(
-    tmp_path: Path, is_renamed: bool
+    mount: MortalMount, is_renamed: bool
 ) -> None:
-    mount = MortalMount(tmp_path)
     fh = 0
 
     try:
@@ -318,7 +291,7 @@ async def test_an_upload_whose_end_was_not_seen_leaves_no_object_behind(
             await process.close(fh)
     except* DiedError:
         pass
-    mount.store.after = lambda _what, _key: None
+    mount.store.heal()
     assert mount.store.contents() == {"a": b"data"}
     async with mount.serving() as process:
         if is_renamed:

@@ -15,9 +15,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.posix.types import NewAttributes
 from fusefs.store.errors import StoreError, UnreachableError
-from tests.support.memory_store import HeldCopies, MemoryStore, Stop, failing
+from tests.support.memory_store import HeldCopies, Stop, failing
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
@@ -41,7 +40,7 @@ async def killed(mount: MortalMount) -> AsyncIterator[tuple[Process, trio.Nurser
     except* DiedError:
         pass
     mount.store.pause = trio.lowlevel.checkpoint
-    live_on(mount.store)
+    mount.store.heal()
 
 
 @asynccontextmanager
@@ -54,10 +53,6 @@ async def killed_while_copying(mount: MortalMount) -> AsyncIterator[Process]:
         await stop.reached.wait()
         await wait_all_tasks_blocked()
         yield process
-
-
-def live_on(store: MemoryStore) -> None:
-    store.before = store.after = lambda _what, _key: None
 
 
 async def finished(process: Process) -> None:
@@ -73,8 +68,7 @@ async def overwrite(process: Process, path: str, data: bytes) -> None:
 
 
 async def chmod(process: Process, path: str, mode: int) -> None:
-    mutations = process.operations.mutations
-    await mutations.setattr((await process.node(path)).nodeid, NewAttributes(mode=mode))
+    await process.set_attributes(path, mode=mode)
     await process.writer.deferred.drain()
 
 
@@ -98,42 +92,40 @@ MODES = {"chmod": ("b/x", 0o100600), "chmod of the directory": ("b/", 0o40700)}
     ("what", "key", "name"), [("COPY", "b/z", "a"), ("DELETE", "a/", "a"), ("DELETES", "", "b")]
 )
 async def test_a_change_below_a_directory_waits_for_its_rename(
-    mount: MortalMount, change: str, what: str, key: str, name: str
+    process: Process, change: str, what: str, key: str, name: str
 ) -> None:
-    stop = Stop(mount.store, what, key)
+    stop = Stop(process.store, what, key)
     act, expected = CHANGES[change]
-    async with mount.serving() as process:
-        await process.listing("a")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.rename, "a", "b")
-            await stop.reached.wait()
-            before = mount.store.contents()
-            nursery.start_soon(act, process, name)
-            await wait_all_tasks_blocked()
-            assert mount.store.contents() == before
-            assert await process.load(f"{name}/y") == b"y"
-            assert await process.listing(name) == ["x", "y", "z"]
-            (state,) = process.changes.renames.describe()
-            assert (state["waiting"], state["waiting_keys"][0][0]) == (1, name)
-            stop.go_on.set()
-    assert mount.store.contents() == expected
+    await process.listing("a")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.rename, "a", "b")
+        await stop.reached.wait()
+        before = process.store.contents()
+        nursery.start_soon(act, process, name)
+        await wait_all_tasks_blocked()
+        assert process.store.contents() == before
+        assert await process.load(f"{name}/y") == b"y"
+        assert await process.listing(name) == ["x", "y", "z"]
+        (state,) = process.changes.renames.describe()
+        assert (state["waiting"], state["waiting_keys"][0][0]) == (1, name)
+        stop.go_on.set()
+    assert process.store.contents() == expected
     for made, mode in [MODES[change]] if change in MODES else []:
-        assert (mount.store.objects[made].info.metadata or {})["mode"] == str(mode)
+        assert (process.store.objects[made].info.metadata or {})["mode"] == str(mode)
 
 
-async def test_the_names_themselves_wait(mount: MortalMount) -> None:
-    stop = Stop(mount.store, "DELETES", "")
-    async with mount.serving() as process:
-        await process.listing("a")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.rename, "a", "b")
-            await stop.reached.wait()
-            nursery.start_soon(process.mkdir, "a")
-            await wait_all_tasks_blocked()
-            assert "a/" not in mount.store.objects
-            await process.mkdir("c")  # no other name does
-            stop.go_on.set()
-    assert {key for key in mount.store.objects if key.endswith("/")} == {"a/", "b/", "c/"}
+async def test_the_names_themselves_wait(process: Process) -> None:
+    stop = Stop(process.store, "DELETES", "")
+    await process.listing("a")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.rename, "a", "b")
+        await stop.reached.wait()
+        nursery.start_soon(process.mkdir, "a")
+        await wait_all_tasks_blocked()
+        assert "a/" not in process.store.objects
+        await process.mkdir("c")  # no other name does
+        stop.go_on.set()
+    assert {key for key in process.store.objects if key.endswith("/")} == {"a/", "b/", "c/"}
 
 
 async def test_changes_wait_for_the_next_process_as_well(mount: MortalMount) -> None:
@@ -170,40 +162,38 @@ async def test_what_is_staged_is_uploaded_by_the_next_process_after_the_rename(
     assert mount.store.contents() == XYZ | {"b/x": b"2"}
 
 
-async def test_a_rename_waits_for_what_is_under_way(mount: MortalMount) -> None:
-    stop = Stop(mount.store, "DELETE", "a/x")
-    async with mount.serving() as process:
-        await process.listing("a")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.unlink, "a/x")
-            await stop.reached.wait()
-            nursery.start_soon(process.rename, "a", "b")
-            await wait_all_tasks_blocked()
-            assert mount.store.count("COPY") == 0
-            stop.go_on.set()
-    assert mount.store.contents() == YZ
+async def test_a_rename_waits_for_what_is_under_way(process: Process) -> None:
+    stop = Stop(process.store, "DELETE", "a/x")
+    await process.listing("a")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.unlink, "a/x")
+        await stop.reached.wait()
+        nursery.start_soon(process.rename, "a", "b")
+        await wait_all_tasks_blocked()
+        assert process.store.count("COPY") == 0
+        stop.go_on.set()
+    assert process.store.contents() == YZ
 
 
 @states("Renames of directories that overlap are made one after the other, in their order.")
-async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) -> None:
+async def test_renames_that_overlap_are_made_in_their_order(process: Process) -> None:
     """Each finds its directory where the one before has put it."""
-    mount.store.put("a/s/w", b"w")
-    stop = Stop(mount.store, "COPY", "a/t/w")
-    async with mount.serving() as process:
-        await process.listing("a")
-        directory = await process.node("a")
-        rename = process.changes.rename
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.rename, "a/s", "a/t")
-            await stop.reached.wait()
-            nursery.start_soon(process.rename, "a", "b")
-            await wait_all_tasks_blocked()
-            names = (directory, "x"), (directory, "v")
-            nursery.start_soon(rename, *names, 0, process.caller())
-            await wait_all_tasks_blocked()
-            assert process.changes.renames.describe()[0]["waiting_keys"] == ["a"]
-            stop.go_on.set()
-    assert mount.store.contents() == {"b/t/w": b"w", "b/v": b"x", "b/y": b"y", "b/z": b"z"}
+    process.store.put("a/s/w", b"w")
+    stop = Stop(process.store, "COPY", "a/t/w")
+    await process.listing("a")
+    directory = await process.node("a")
+    rename = process.changes.rename
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.rename, "a/s", "a/t")
+        await stop.reached.wait()
+        nursery.start_soon(process.rename, "a", "b")
+        await wait_all_tasks_blocked()
+        names = (directory, "x"), (directory, "v")
+        nursery.start_soon(rename, *names, 0, process.caller())
+        await wait_all_tasks_blocked()
+        assert process.changes.renames.describe()[0]["waiting_keys"] == ["a"]
+        stop.go_on.set()
+    assert process.store.contents() == {"b/t/w": b"w", "b/v": b"x", "b/y": b"y", "b/z": b"z"}
 
 
 @states(
@@ -211,26 +201,25 @@ async def test_renames_that_overlap_are_made_in_their_order(mount: MortalMount) 
     " error; the rename is tried again every five seconds, and for each later change."
 )
 async def test_what_waits_for_a_rename_that_is_refused_fails_with_its_error(
-    mount: MortalMount,
+    process: Process,
 ) -> None:
-    mount.store.before = failing(UnreachableError("a/z"), ("DELETED", "a/z"))
-    async with mount.serving() as process:
-        await process.rename("a", "b")
-        fh = await process.open("b/x", os.O_RDWR)
-        await process.write(fh, 0, b"2")
-        for change, *names in (
-            (process.unlink, "b/y"),
-            (process.mkdir, "a"),
-            (process.rename, "b", "c"),
-            (process.close, fh),
-        ):
-            with pytest.raises((UnreachableError, OSError), match="a/z"):
-                await change(*names)
-        assert mount.store.contents() == XYZ | {"a/z": b"z"}
-        live_on(mount.store)
-        await process.unlink("b/y")  # which has it tried again
-        await process.writer.uploads.wait((await process.node("b/x")).staged)  # type: ignore[arg-type]
-    assert mount.store.contents() == {"b/x": b"2", "b/z": b"z"}
+    process.store.before = failing(UnreachableError("a/z"), ("DELETED", "a/z"))
+    await process.rename("a", "b")
+    fh = await process.open("b/x", os.O_RDWR)
+    await process.write(fh, 0, b"2")
+    for change, *names in (
+        (process.unlink, "b/y"),
+        (process.mkdir, "a"),
+        (process.rename, "b", "c"),
+        (process.close, fh),
+    ):
+        with pytest.raises((UnreachableError, OSError), match="a/z"):
+            await change(*names)
+    assert process.store.contents() == XYZ | {"a/z": b"z"}
+    process.store.heal()
+    await process.unlink("b/y")  # which has it tried again
+    await process.writer.uploads.wait((await process.node("b/x")).staged)  # type: ignore[arg-type]
+    assert process.store.contents() == {"b/x": b"2", "b/z": b"z"}
 
 
 async def test_what_another_client_replaces_while_it_is_copied_is_copied_again(
@@ -267,66 +256,61 @@ async def test_the_copies_of_all_processes_are_removed_if_the_last_one_fails(
 
 @pytest.mark.parametrize("is_open", [False, True])
 async def test_a_directory_whose_files_would_have_too_long_keys_is_not_renamed(
-    mount: MortalMount, *, is_open: bool
+    process: Process, *, is_open: bool
 ) -> None:
     deep = "/".join(["d" * 255] * 3)
-    mount.store.put(f"{deep}/")
-    async with mount.serving() as process:
-        if is_open:
-            fh = await process.create("a/" + "n" * 255, b"open")
-        else:
-            mount.store.put("a/" + "n" * 255, b"open")
-        left = mount.store.contents() | {"a/" + "n" * 255: b"open"}
-        with pytest.raises(OSError, match="1,024") as caught:
-            await process.rename("a", f"{deep}/b")
-        assert caught.value.errno == errno.ENAMETOOLONG
-        if is_open:
-            await process.close(fh)
-    assert mount.store.contents() == left
+    process.store.put(f"{deep}/")
+    if is_open:
+        fh = await process.create("a/" + "n" * 255, b"open")
+    else:
+        process.store.put("a/" + "n" * 255, b"open")
+    left = process.store.contents() | {"a/" + "n" * 255: b"open"}
+    with pytest.raises(OSError, match="1,024") as caught:
+        await process.rename("a", f"{deep}/b")
+    assert caught.value.errno == errno.ENAMETOOLONG
+    if is_open:
+        await process.close(fh)
+    assert process.store.contents() == left
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
 async def test_what_is_looked_up_while_its_directory_is_renamed_goes_along(
-    mount: MortalMount, is_listed: bool
+    process: Process, is_listed: bool
 ) -> None:
     """Else what is opened next would be written under the old name."""
-    stop = Stop(mount.store, "HEAD", "a/x")
-    async with mount.serving() as process:
-        await process.node("a")
-        look = partial(process.listing, "a") if is_listed else partial(process.node, "a/x")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(look)
-            await stop.reached.wait()
-            await process.rename("a", "b")
-            directory = await process.node("b")
-            stop.go_on.set()
-        await process.node("b/x")
-        known = [inode.info.key for inode in (directory.children or {}).values() if inode.info]
-        assert "b/x" in known
-        assert not [key for key in known if key.startswith("a/")]
+    stop = Stop(process.store, "HEAD", "a/x")
+    await process.node("a")
+    look = partial(process.listing, "a") if is_listed else partial(process.node, "a/x")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        await stop.reached.wait()
+        await process.rename("a", "b")
+        directory = await process.node("b")
+        stop.go_on.set()
+    await process.node("b/x")
+    known = [inode.info.key for inode in (directory.children or {}).values() if inode.info]
+    assert "b/x" in known
+    assert not [key for key in known if key.startswith("a/")]
 
 
-async def test_what_is_created_before_its_directory_is_renamed_goes_along(
-    mount: MortalMount,
-) -> None:
+async def test_what_is_created_before_its_directory_is_renamed_goes_along(process: Process) -> None:
     """Also where the bucket decides first whether it is new."""
-    stop = Stop(mount.store, "PUT", "a/new.pid")
-    async with mount.serving() as process:
-        mutations = process.operations.mutations
-        parent = await process.node("a")
-        flags = os.O_RDWR | os.O_EXCL
-        async with trio.open_nursery() as nursery:
+    stop = Stop(process.store, "PUT", "a/new.pid")
+    mutations = process.operations.mutations
+    parent = await process.node("a")
+    flags = os.O_RDWR | os.O_EXCL
+    async with trio.open_nursery() as nursery:
 
-            async def rename() -> None:
-                await stop.reached.wait()
-                nursery.start_soon(process.rename, "a", "b")
-                await wait_all_tasks_blocked()
-                stop.go_on.set()
+        async def rename() -> None:
+            await stop.reached.wait()
+            nursery.start_soon(process.rename, "a", "b")
+            await wait_all_tasks_blocked()
+            stop.go_on.set()
 
-            nursery.start_soon(rename)
-            answer = mutations.create(parent.nodeid, b"new.pid", 0o100644, flags, process.caller())
-            assert not isinstance(answer, tuple)
-            _, opened = await answer
-        await process.write(opened.fh, 0, b"new")
-        await process.close(opened.fh)
-    assert mount.store.contents() == XYZ | {"b/new.pid": b"new"}
+        nursery.start_soon(rename)
+        answer = mutations.create(parent.nodeid, b"new.pid", 0o100644, flags, process.caller())
+        assert not isinstance(answer, tuple)
+        _, opened = await answer
+    await process.write(opened.fh, 0, b"new")
+    await process.close(opened.fh)
+    assert process.store.contents() == XYZ | {"b/new.pid": b"new"}

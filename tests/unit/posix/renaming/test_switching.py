@@ -18,43 +18,34 @@ from tests.unit.posix.renaming.test_renaming_meanwhile import (
     overwrite,
 )
 
-MOST_POINTS = 40
-
 
 @pytest.fixture
 def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
     """From the begin of that step on."""
     fate = fate_of_records(monkeypatch)
-    fate.at = None
     note = RenameJobs._note
 
     def note_or_die(self: RenameJobs, renaming: RenameJob, *, is_switching: bool = False) -> None:
         fate.step()
         note(self, renaming, is_switching=is_switching)
         if is_switching:
-            fate.left = fate.at
+            fate.count()
 
     monkeypatch.setattr(RenameJobs, "_note", note_or_die)
     return fate
 
 
-async def die(mount: MortalMount, point: int, fate: Fate) -> tuple[tuple[int, int], bool]:
-    """Returns handles of a/x and of a new file, and whether the rename took place before."""
-    is_done = False
-    try:
+async def die(mount: MortalMount, fate: Fate) -> tuple[int, int]:
+    """Rename a directory; returns handles of a/x and of a new file in it."""
+    with fate.process():
         async with mount.serving() as process:
             await process.listing("a")
             handle = await process.open("a/x", os.O_RDWR)
             await process.load("a/s/w")
             new = await process.create("a/new", b"new")
-            fate.at = point
             await process.rename("a", "b")
-            is_done = True
             raise DiedError
-    except* DiedError:
-        pass
-    fate.left = fate.at = None
-    return (handle, new), is_done
+    return handle, new
 
 
 async def change_all(process: Process, handle: int, new: int) -> None:
@@ -69,22 +60,18 @@ async def change_all(process: Process, handle: int, new: int) -> None:
 async def test_what_is_changed_after_a_kill_has_its_new_name_alone(
     tmp_path: Path, fate: Fate
 ) -> None:
-    for point in range(MOST_POINTS):
-        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+    for mount in fate.mounts(tmp_path):
         for key in ("a/", "a/s/w", "a/x", "a/y", "a/z"):
             mount.store.put(key, key[-1].encode() if key[-1] != "/" else b"")
-        handles, is_done = await die(mount, point, fate)
+        handles = await die(mount, fate)
         async with mount.serving() as process:
             with trio.fail_after(10):
                 await change_all(process, *handles)
             await finished(process)
             assert sorted(await process.listing("b")) == ["new", "s", "x", "y", "z"]
         expected = {"b/new": b"new", "b/x": b"2", "b/y": b"3", "b/z": b"z"}
-        assert mount.store.contents() == expected, point
+        assert mount.store.contents() == expected
         assert (mount.store.objects["b/z"].info.metadata or {})["mode"] == str(0o100600)
-        if is_done:
-            return
-    pytest.fail("it was never done")
 
 
 async def test_what_is_made_under_the_old_name_since_stays_there(
@@ -95,7 +82,7 @@ async def test_what_is_made_under_the_old_name_since_stays_there(
     for name in "xyz":
         mount.store.put(f"a/{name}", name.encode())
     mount.store.put("a/s/w", b"w")
-    await die(mount, 0, fate)
+    await die(mount, fate)
     async with killed(mount) as (process, _):
         await process.node("b/x")
     mount.store.put("a/other", b"of another node")

@@ -6,8 +6,9 @@ them, at records on the disk, and where one content takes the place of another.
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,10 +18,9 @@ from fusefs.posix.write import sparse_edit, upload_steps, uploader, writer
 from fusefs.posix.write.staging import Staging
 from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.fate import Fate, fate_of_records
-from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, Process
 
 PART = 16 << 10
-MOST_STEPS = 200
 SMALL, LARGE = b"old\n" * 10, b"old\n" * PART
 APPENDED, EDITED, THEIRS = b"ours\n", b"OURS", b"theirs\n"
 
@@ -65,22 +65,15 @@ async def uploaded(process: Process) -> None:
 async def test_nothing_of_both_nodes_is_lost_wherever_the_process_dies(
     tmp_path: Path, fate: Fate, old: bytes, change: Any, is_same_mount: bool
 ) -> None:
-    for point in range(MOST_STEPS):
-        mount = MortalMount(tmp_path / str(point))
-        store = mount.store = UploadingStore(PART)
+    for mount in fate.mounts(tmp_path, partial(UploadingStore, PART)):
+        store = cast(UploadingStore, mount.store)
         store.put("file", old)
-        store.before = store.after = fate.step
-        has_died = True
-        try:
+        with fate.process():
             async with mount.serving(durability=LOCAL) as process:
                 await change(process)
                 store.put("file", old + THEIRS)
-                fate.left = point
+                fate.count()
                 await uploaded(process)
-                has_died, fate.left = False, None
-        except* DiedError:
-            pass
-        fate.left = None
         if not is_same_mount:
             mount.reboot()
         async with mount.serving(durability=LOCAL) as process:
@@ -97,6 +90,3 @@ async def test_nothing_of_both_nodes_is_lost_wherever_the_process_dies(
             has_edits = any(mount.directory.glob("staging/*/edited-*"))
             assert set(contents.values()) == kept or (old is LARGE and has_edits)
         assert store.uploads == {}
-        if not has_died:
-            return
-    pytest.fail("it was never done")

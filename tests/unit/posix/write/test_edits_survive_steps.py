@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,12 +18,11 @@ from fusefs.posix.write.staging import Staging
 from fusefs.store.fencing import without_token
 from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.fate import Fate
-from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import Process
 from tests.unit.posix.write.test_writing_survives_steps import answered
 
 PART = 16 << 10
 SIZE = 5 * PART
-MOST_POINTS = 400
 PUNCH_A_HOLE = 3
 
 OLD = bytes(range(1, 256)) * (SIZE // 255 + 1)
@@ -135,21 +134,14 @@ class Editor:
 async def test_an_edit_is_whole_wherever_the_process_dies(
     tmp_path: Path, fate: Fate, name: str
 ) -> None:
-    for point in range(MOST_POINTS):
-        mount = MortalMount(tmp_path / str(point))
-        store = mount.store = UploadingStore(PART)
+    for mount in fate.mounts(tmp_path, partial(UploadingStore, PART)):
+        store = cast(UploadingStore, mount.store)
         store.put("file", OLD[:SIZE])
-        store.before = store.after = fate.step
         editor = Editor(PROGRAMS[name])
-        has_died = True
-        try:
+        with fate.process():
             async with mount.serving() as process:
-                fate.left = point
+                fate.count()
                 await editor.go_on(process)
-                has_died, fate.left = False, None
-        except* DiedError:
-            pass
-        fate.left = None
         async with mount.serving() as process:
             await editor.go_on(process)
             for staged in process.writer.staging:
@@ -158,6 +150,3 @@ async def test_an_edit_is_whole_wherever_the_process_dies(
         assert store.contents() == {"file": editor.expected()}
         assert "mtime" in without_token(store.objects["file"].info.metadata or {})
         assert store.uploads == {}
-        if not has_died:
-            return
-    pytest.fail("it was never done")

@@ -13,12 +13,11 @@ import trio
 import trio.testing
 
 from fusefs.posix.nodes.temporary_names import has_random_part, is_temporary
-from fusefs.posix.types import NewAttributes
-from fusefs.posix.write import backlog, flush, staging_record
+from fusefs.posix.write import backlog, staging_record, upload_times
 from fusefs.store.errors import StoreError
 from tests.support.memory_store import failing
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import LOCAL, MortalMount
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
@@ -37,10 +36,9 @@ def landing(mount: MortalMount, path: str, content: bytes) -> trio.Event:
 
 
 async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backlog, "RETRY_S", 0.05)
-    mount = MortalMount(tmp_path)
 
     async with mount.serving() as process, trio.open_nursery() as nursery:
         fh = await process.create("log", b"line")
@@ -51,8 +49,8 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
             await process.close(fh)
         process.operations.release(fh)
         await trio.testing.wait_all_tasks_blocked()
+        mount.store.heal()
         landed = landing(mount, "log", b"line")
-        mount.store.before = lambda _what, _key: None
         await eventually(landed.is_set)
         nursery.cancel_scope.cancel()
 
@@ -61,21 +59,19 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
     "Where the mount cannot see whose a close is, an empty file is put just after its last close."
 )
 async def test_an_empty_file_follows_its_last_close_where_no_process_is_seen(
-    tmp_path: Path,
+    process: Process, mount: MortalMount
 ) -> None:
-    mount = MortalMount(tmp_path)
-    async with mount.serving() as process:
-        root = process.operations.inodes.root
-        made = process.writer.create(root, "empty", 0o644, os.O_WRONLY, process.caller())
-        assert isinstance(made, tuple)
-        fh = made[1].fh
-        answer = process.writer.flusher.flush(fh)  # a shell has duplicated it
-        assert answer is not None
-        await answer
-        assert "empty" not in mount.store.contents()
-        landed = landing(mount, "empty", b"")
-        await process.close(fh)
-        await eventually(landed.is_set)
+    root = process.operations.inodes.root
+    made = process.writer.create(root, "empty", 0o644, os.O_WRONLY, process.caller())
+    assert isinstance(made, tuple)
+    fh = made[1].fh
+    answer = process.writer.flusher.flush(fh)  # a shell has duplicated it
+    assert answer is not None
+    await answer
+    assert "empty" not in mount.store.contents()
+    landed = landing(mount, "empty", b"")
+    await process.close(fh)
+    await eventually(landed.is_set)
 
 
 @states(
@@ -84,13 +80,12 @@ async def test_an_empty_file_follows_its_last_close_where_no_process_is_seen(
     " written on meanwhile, other writes wait."
 )
 async def test_a_file_that_stays_open_is_uploaded_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (flush.pause_s(1), flush.pause_s(1 << 30)) == (flush.EVERY_S, 1024)
     assert flush.EVERY_S + backlog.RETRY_S <= 60
     monkeypatch.setattr(backlog, "RETRY_S", 0.02)
     monkeypatch.setattr(flush, "EVERY_S", 0.05)
-    mount = MortalMount(tmp_path)
     async with mount.serving() as process, trio.open_nursery() as nursery:
         nursery.start_soon(process.writer.backlog.run)
         fh = await process.create("log", b"")
@@ -103,36 +98,31 @@ async def test_a_file_that_stays_open_is_uploaded_now_and_then(
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("new", [NewAttributes(size=2), NewAttributes(mode=0o600)])
+@pytest.mark.parametrize("new", [{"size": 2}, {"mode": 0o600}])
 async def test_a_change_by_name_does_not_wait_for_readers_to_close(
-    tmp_path: Path, new: NewAttributes
+    process: Process, new: dict[str, int]
 ) -> None:
-    mount = MortalMount(tmp_path)
-    async with mount.serving() as process:
-        fh = await process.create("log", b"line")
-        await process.open("log")  # and never closed
-        await process.close(fh)
-        inode = await process.node("log")
-        mutations = process.operations.mutations
-        await mutations.setattr(inode.nodeid, new)
-        size = 4 if new.size is None else new.size
-        mode = str(stat.S_IFREG | (0o644 if new.mode is None else new.mode))
+    fh = await process.create("log", b"line")
+    await process.open("log")  # and never closed
+    await process.close(fh)
+    await process.set_attributes("log", **new)
+    size = new.get("size", 4)
+    mode = str(stat.S_IFREG | new.get("mode", 0o644))
 
-        def is_stored() -> bool:
-            stored = mount.store.objects["log"]
-            has_mode = (stored.info.metadata or {})["mode"] == mode
-            return has_mode and stored.data == b"line"[:size]
+    def is_stored() -> bool:
+        stored = process.store.objects["log"]
+        has_mode = (stored.info.metadata or {})["mode"] == mode
+        return has_mode and stored.data == b"line"[:size]
 
-        # A size is there at once; a mode follows within a second.
-        assert new.size is None or is_stored()
-        landed = trio.Event()
-        mount.store.after = lambda _what, _key: landed.set() if is_stored() else None
-        if not is_stored():
-            await eventually(landed.is_set)
+    # A size is there at once; a mode follows within a second.
+    assert "size" not in new or is_stored()
+    landed = trio.Event()
+    process.store.after = lambda _what, _key: landed.set() if is_stored() else None
+    if not is_stored():
+        await eventually(landed.is_set)
 
 
-async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: Path) -> None:
-    mount = MortalMount(tmp_path)
+async def test_what_waits_is_as_old_as_it_was_under_the_next_process(mount: MortalMount) -> None:
     async with mount.serving() as process:
         await process.create("log", b"line")
         begun = trio.current_time()
@@ -144,9 +134,8 @@ async def test_what_waits_is_as_old_as_it_was_under_the_next_process(tmp_path: P
 
 
 async def test_with_local_durability_each_close_is_safe_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount = MortalMount(tmp_path)
     synced: list[bytes] = []
 
     def fsync(fd: int) -> None:
@@ -176,29 +165,27 @@ def test_two_programs_may_sync_one_file_at_once(
 
 
 async def test_a_file_that_could_not_be_created_is_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount = MortalMount(tmp_path)
-    async with mount.serving() as process:
-        root = process.operations.inodes.root
-        known = set(process.operations.inodes.by_id)
+    root = process.operations.inodes.root
+    known = set(process.operations.inodes.by_id)
 
-        def fail(_inode: object) -> int:
-            raise OSError(errno.ENOSPC, "the disk is full")
+    def fail(_inode: object) -> int:
+        raise OSError(errno.ENOSPC, "the disk is full")
 
-        monkeypatch.setattr(process.writer.staging, "prepare", fail)
+    monkeypatch.setattr(process.writer.staging, "prepare", fail)
 
-        async def create(flags: int) -> None:
-            mode = stat.S_IFREG | 0o644
-            answer = process.writer.create(root, f"{flags}.lock", mode, flags, process.caller())
-            assert not isinstance(answer, tuple)
-            await answer
+    async def create(flags: int) -> None:
+        mode = stat.S_IFREG | 0o644
+        answer = process.writer.create(root, f"{flags}.lock", mode, flags, process.caller())
+        assert not isinstance(answer, tuple)
+        await answer
 
-        for flags in (os.O_RDWR, os.O_RDWR | os.O_EXCL):
-            with pytest.raises(OSError, match="full"):
-                await create(flags)
-        assert set(process.operations.inodes.by_id) == known
-    assert mount.store.contents() == {}
+    for flags in (os.O_RDWR, os.O_RDWR | os.O_EXCL):
+        with pytest.raises(OSError, match="full"):
+            await create(flags)
+    assert set(process.operations.inodes.by_id) == known
+    assert process.store.contents() == {}
 
 
 def test_a_record_that_the_disk_does_not_take_leaves_nothing(

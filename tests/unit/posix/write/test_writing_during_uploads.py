@@ -2,27 +2,21 @@
 
 import errno
 import stat
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
-from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import uploader
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore, Stop, failing
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    return MortalMount(tmp_path)
 
 
 @pytest.fixture
@@ -38,84 +32,75 @@ async def test_attributes_that_change_meanwhile_get_into_the_bucket(
         fh = await process.create("file", b"content")
         nursery.start_soon(process.close, fh)
         await stop.reached.wait()
-        mutations = process.operations.mutations
-        inode = await process.node("file")
-        nursery.start_soon(mutations.setattr, inode.nodeid, NewAttributes(mode=0o600))
+        nursery.start_soon(partial(process.set_attributes, "file", mode=0o600))
         await trio.testing.wait_all_tasks_blocked()
         stop.go_on.set()
     assert (mount.store.objects["file"].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
 
 
 async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
-    mount: MortalMount, stop: Stop
+    process: Process, stop: Stop
 ) -> None:
-    async with mount.serving() as process:
-        fh = await process.create("file", b"content")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.writer.flusher.fsync, fh)
-            await stop.reached.wait()
-            nursery.start_soon(process.write, fh, 0, b"CON")
-            await trio.testing.wait_all_tasks_blocked()
-            assert await process.read(fh) == b"content"
-            stop.go_on.set()
-        assert mount.store.contents() == {"file": b"content"}
-        await process.close(fh)
-        assert mount.store.contents() == {"file": b"CONtent"}
+    fh = await process.create("file", b"content")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.writer.flusher.fsync, fh)
+        await stop.reached.wait()
+        nursery.start_soon(process.write, fh, 0, b"CON")
+        await trio.testing.wait_all_tasks_blocked()
+        assert await process.read(fh) == b"content"
+        stop.go_on.set()
+    assert process.store.contents() == {"file": b"content"}
+    await process.close(fh)
+    assert process.store.contents() == {"file": b"CONtent"}
 
 
-async def test_what_is_appended_meanwhile_waits_for_nothing(mount: MortalMount, stop: Stop) -> None:
-    async with mount.serving() as process:
-        fh = await process.create("file", b"content")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.writer.flusher.fsync, fh)
-            await stop.reached.wait()
-            await process.write(fh, 7, b" and more")
-            stop.go_on.set()
-        assert mount.store.contents() == {"file": b"content"}
-        await process.close(fh)
-        assert mount.store.contents() == {"file": b"content and more"}
+async def test_what_is_appended_meanwhile_waits_for_nothing(process: Process, stop: Stop) -> None:
+    fh = await process.create("file", b"content")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.writer.flusher.fsync, fh)
+        await stop.reached.wait()
+        await process.write(fh, 7, b" and more")
+        stop.go_on.set()
+    assert process.store.contents() == {"file": b"content"}
+    await process.close(fh)
+    assert process.store.contents() == {"file": b"content and more"}
 
 
 async def test_who_writes_does_not_wait_for_credentials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploader, "CREDENTIALS_S", 0.05)
-    mount = MortalMount(tmp_path)
     is_refused = True
 
     def refuse(what: str, key: str) -> None:
         if what == "PUT" and is_refused:
             raise CredentialsError(key)
 
-    mount.store.before = refuse
-    async with mount.serving() as process:
-        fh = await process.create("file", b"content")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(process.writer.flusher.fsync, fh)
-            with trio.fail_after(LIMIT_S):
-                while mount.store.count("PUT") < 2:
-                    await trio.testing.wait_all_tasks_blocked(0.01)
-                await process.write(fh, 0, b"CON")
-            backlog = process.writer.backlog
-            assert backlog.state(backlog.files("")[0]) == "waiting for credentials"
-            is_refused = False
-        assert mount.store.contents() == {"file": b"CONtent"}
+    process.store.before = refuse
+    fh = await process.create("file", b"content")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.writer.flusher.fsync, fh)
+        with trio.fail_after(LIMIT_S):
+            while process.store.count("PUT") < 2:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            await process.write(fh, 0, b"CON")
+        backlog = process.writer.backlog
+        assert backlog.state(backlog.files("")[0]) == "waiting for credentials"
+        is_refused = False
+    assert process.store.contents() == {"file": b"CONtent"}
 
 
 async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mount = MortalMount(tmp_path)
-
-    async with mount.serving() as process:
-        fh = await process.create("file", b"content")
-        mount.store.before = failing(ZeroDivisionError, "PUT")
-        with pytest.raises(OSError, match="ZeroDivisionError") as caught:
-            await process.writer.flusher.fsync(fh)
-        assert caught.value.errno == errno.EIO
-        mount.store.before = lambda _what, _key: None
-        await process.close(fh)
-    assert mount.store.contents() == {"file": b"content"}
+    fh = await process.create("file", b"content")
+    process.store.before = failing(ZeroDivisionError, "PUT")
+    with pytest.raises(OSError, match="ZeroDivisionError") as caught:
+        await process.writer.flusher.fsync(fh)
+    assert caught.value.errno == errno.EIO
+    process.store.heal()
+    await process.close(fh)
+    assert process.store.contents() == {"file": b"content"}
     assert "Traceback" in caplog.text
 
 
@@ -135,11 +120,10 @@ class SlowAhead(MemoryStore):
 
 
 async def test_a_close_waits_for_what_is_sent_while_the_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploader, "AHEAD", 4)
     monkeypatch.setattr(uploader, "IN_PARTS", 4)
-    mount = MortalMount(tmp_path)
     store = mount.store = SlowAhead()
 
     def waited_s() -> float:
@@ -166,11 +150,10 @@ async def test_a_close_waits_for_what_is_sent_while_the_file_is_written(
 
 
 async def test_a_fault_while_a_file_is_sent_ahead_ends_no_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(uploader, "AHEAD", 4)
     monkeypatch.setattr(uploader, "IN_PARTS", 4)
-    mount = MortalMount(tmp_path)
     store = mount.store = SlowAhead()
 
     async def fail(*_: object, **__: object) -> None:

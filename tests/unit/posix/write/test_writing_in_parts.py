@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
-from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import sparse_edit, upload_steps, writer
 from fusefs.store.errors import StoreError
 from tests.support.memory_store import failing
@@ -39,47 +38,46 @@ async def sent_and_not_completed(mount: MortalMount, process: Process) -> int:
     mount.store.before = failing(StoreError("the store is unwell"), "COMPLETE")
     with pytest.raises(OSError, match="unwell"):
         await sync(process, fh)
-    mount.store.before = lambda _what, _key: None
+    mount.store.heal()
     return fh
 
 
-async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        fh = await sent_and_not_completed(mount, process)
-        mutations = process.operations.mutations
-        inode = await process.node("file")
-        await mutations.setattr(inode.nodeid, NewAttributes(size=1))
-        await mutations.setattr(inode.nodeid, NewAttributes(size=4 * PART))
-        await sync(process, fh)
+async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(
+    process: Process, mount: MortalMount
+) -> None:
+    fh = await sent_and_not_completed(mount, process)
+    await process.set_attributes("file", size=1)
+    await process.set_attributes("file", size=4 * PART)
+    await sync(process, fh)
     assert mount.store.contents() == {"file": bytes(4 * PART)}
 
 
-async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(mount: MortalMount) -> None:
-    async with mount.serving() as process:
-        fh = await sent_and_not_completed(mount, process)
-        await process.writer.allocate(fh, 2 * PART, 8 << 30, PUNCH_HOLE | KEEP_SIZE)
-        await process.write(fh, 4 * PART, b"more")
-        await sync(process, fh)
+async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(
+    process: Process, mount: MortalMount
+) -> None:
+    fh = await sent_and_not_completed(mount, process)
+    await process.writer.allocate(fh, 2 * PART, 8 << 30, PUNCH_HOLE | KEEP_SIZE)
+    await process.write(fh, 4 * PART, b"more")
+    await sync(process, fh)
     expected = bytes(PART) + b"x" * PART + bytes(2 * PART) + b"more"
     assert mount.store.contents() == {"file": expected}
 
 
 async def test_an_edit_that_the_bucket_has_does_not_fail_for_want_of_room_on_the_disk(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount.store.put("file", b"x" * 4 * PART)
-    async with mount.serving() as process:
-        await process.load("file")
-        fh = await process.open("file", os.O_RDWR)
-        await process.write(fh, 0, b"y" * PART)
+    process.store.put("file", b"x" * 4 * PART)
+    await process.load("file")
+    fh = await process.open("file", os.O_RDWR)
+    await process.write(fh, 0, b"y" * PART)
 
-        async def fail(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "the disk is full")
+    async def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
 
-        with monkeypatch.context() as full:
-            full.setattr(sparse_edit.SparseEditor, "_bring", fail)
-            await sync(process, fh)
-        await process.write(fh, PART, b"z" * PART)
-        assert await process.read(fh) == b"y" * PART + b"z" * PART + b"x" * 2 * PART
-        await process.close(fh)
-    assert mount.store.contents() == {"file": b"y" * PART + b"z" * PART + b"x" * 2 * PART}
+    with monkeypatch.context() as full:
+        full.setattr(sparse_edit.SparseEditor, "_bring", fail)
+        await sync(process, fh)
+    await process.write(fh, PART, b"z" * PART)
+    assert await process.read(fh) == b"y" * PART + b"z" * PART + b"x" * 2 * PART
+    await process.close(fh)
+    assert process.store.contents() == {"file": b"y" * PART + b"z" * PART + b"x" * 2 * PART}

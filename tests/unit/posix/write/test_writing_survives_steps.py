@@ -13,13 +13,11 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import backlog, flush
 from fusefs.settings.types import EVERYWHERE_AUTO
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 
-MOST_POINTS = 200
 LIMIT_S = 30
 
 
@@ -97,26 +95,17 @@ async def test_a_program_finds_what_it_has_left_wherever_the_process_dies(
     monkeypatch.setattr(backlog, "RETRY_S", 0.001)
     monkeypatch.setattr(flush, "LATER_S", 0.0)
     calls, expected = PROGRAMS[name]
-    for point in range(MOST_POINTS):
-        mount = MortalMount(tmp_path / str(point), cache=tmp_path / "cache")
+    durability = LOCAL if is_local else EVERYWHERE_AUTO
+    for mount in fate.mounts(tmp_path):
         mount.store.put("b", b"old")
-        mount.store.before = mount.store.after = fate.step
         program = Program(calls)
-        has_died = True
-        try:
-            async with mount.serving(durability=LOCAL if is_local else EVERYWHERE_AUTO) as process:
-                fate.left = point
+        with fate.process():
+            async with mount.serving(durability=durability) as process:
+                fate.count()
                 await program.go_on(mount, process)
-                has_died, fate.left = False, None
-        except* DiedError:
-            pass
-        fate.left = None
-        async with mount.serving(durability=LOCAL if is_local else EVERYWHERE_AUTO) as process:
+        async with mount.serving(durability=durability) as process:
             await program.go_on(mount, process)
             await check(process, mount, expected)
-        if not has_died:
-            return
-    pytest.fail("it was never done")
 
 
 async def check(process: Process, mount: MortalMount, expected: dict[str, bytes]) -> None:
@@ -141,10 +130,7 @@ async def test_a_content_with_the_size_and_time_of_an_uploaded_one_is_uploaded_t
     utime = os.utime
 
     async def set_time(process: Process) -> None:
-        inode = await process.node("file")
-        await answered(
-            process.operations.mutations.setattr(inode.nodeid, NewAttributes(mtime_ns=time_ns))
-        )
+        await process.set_attributes("file", mtime_ns=time_ns)
 
     def die(fd: int, *, ns: tuple[int, int]) -> None:
         utime(fd, ns=ns)
