@@ -53,14 +53,6 @@ def test_a_row_of_another_file_is_left_alone(tmp_path: Path, stranger: dict[str,
     assert ranges(table.find("a")) == [(0, 10)]
 
 
-def test_removing_a_row_takes_its_bytes_off_the_total(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
-    table.record([row("a", (0, 10)), row("b", (0, 5))])
-    assert table.remove("a", "g1", 7) == (5, 1)
-    assert table.remove("a", "g1", 7) == (5, 1)
-    assert table.find("a") is None
-
-
 def test_inode_numbers_may_have_64_bits(tmp_path: Path) -> None:
     st_ino = (1 << 64) - 5
     one = replace(row("a", (0, 10)), st_ino=st_ino, sums=(Sum(0, 10, 1),))

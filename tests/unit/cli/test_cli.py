@@ -307,17 +307,6 @@ def test_the_driver_knows_no_abbreviations_either(capsys: pytest.CaptureFixture[
     assert line.startswith("fusefs-csi: there is no option --state; did you mean --state-dir?")
 
 
-@pytest.mark.parametrize(
-    ("text", "forms"),
-    [("3G", "3GiB (units of 1024) or 3GB"), ("1.5k", "1.5KiB (units of 1024) or 1.5kB")],
-)
-def test_a_size_that_may_mean_two_things_is_refused_with_both(
-    text: str, forms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refusal(capsys, "s3://bucket", tmp_path, "--cache-size", text, status=2)
-    assert f"--cache-size: '{text}' is ambiguous; write {forms}" in line
-
-
 def flags(text: str, *, is_sloppy: bool = False) -> list[str]:
     return read_options(text.split(","), is_sloppy=is_sloppy)[0]
 

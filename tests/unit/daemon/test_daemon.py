@@ -12,9 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.daemon import control_socket, metrics
+from fusefs.daemon import metrics
 from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler, OneLineFormatter
-from fusefs.launch import control
 from tests.support.machine.disks import small_disk
 
 PART = 1 << 17
@@ -107,29 +106,6 @@ async def test_metrics_do_not_wait_for_a_slow_disk_that_holds_all_threads(tmp_pa
             assert await metrics._keeper(tmp_path) == {}
         disk.set()
     assert not waiting.cancelled_caught
-
-
-async def test_an_answer_that_is_no_json_is_an_error_and_the_next_is_answered(
-    tmp_path: Path,
-) -> None:
-    answers = iter([{"status": {1, 2}}, {"status": "fine"}])
-    path = tmp_path / "status.sock"
-
-    def ask() -> control.Message | str:
-        try:
-            return control.request(path, "status", 30)
-        except control.ControlError as error:
-            return str(error)
-
-    async with trio.open_nursery() as nursery:
-
-        async def serve(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-            await control_socket.serve(path, lambda _: next(answers), task_status=task_status)
-
-        await nursery.start(serve)
-        assert "TypeError" in str(await trio.to_thread.run_sync(ask))
-        assert await trio.to_thread.run_sync(ask) == {"status": "fine"}
-        nursery.cancel_scope.cancel()
 
 
 # As `python -m fusefs.daemon` begins, up to where it would read its settings.

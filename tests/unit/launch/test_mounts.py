@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,15 +196,17 @@ async def test_a_request_is_answered(tmp_path: Path, nursery: trio.Nursery) -> N
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_fault_in_an_answer_ends_nothing(tmp_path: Path, nursery: trio.Nursery) -> None:
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [(lambda _: {}["status"], "KeyError"), (lambda _: {"no JSON": {1, 2}}, "TypeError")],
+)
+async def test_a_fault_in_an_answer_ends_nothing(
+    tmp_path: Path, nursery: trio.Nursery, answer: Callable[[Any], dict[str, Any]], fault: str
+) -> None:
     path = tmp_path / "status.sock"
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        return {"value": {}[request["command"]]}
-
     await nursery.start(functools.partial(control_socket.serve, path, answer))
     for _ in range(2):
-        with pytest.raises(control.ControlError, match="KeyError"):
+        with pytest.raises(control.ControlError, match=fault):
             await ask(path)
 
 

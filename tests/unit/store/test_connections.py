@@ -82,7 +82,6 @@ async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.N
     await holders.start("demand", demand)
     await holders.end("running")
     assert holders.holding == ["demand"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: trio.Nursery) -> None:
@@ -96,7 +95,6 @@ async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: tri
     budget.reprioritize()
     await holders.end("running")
     assert holders.holding == ["joined"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
@@ -112,7 +110,6 @@ async def test_a_prefetch_that_its_reader_has_left_goes_as_a_prefetch(
     assert holders.holding == ["demand"]
     await holders.end("demand")
     assert holders.holding == ["left"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nursery) -> None:
@@ -122,7 +119,6 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
     assert len(holders.holding) == 6
     await holders.start("demand", demand)
     assert "demand" in holders.holding
-    nursery.cancel_scope.cancel()
 
 
 async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
@@ -131,7 +127,6 @@ async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: tri
     await holders.start("b", demand)
     await holders.cancel("a")
     assert holders.holding == ["b"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
@@ -156,7 +151,6 @@ async def test_a_turn_that_comes_with_the_cancellation_is_passed_on(nursery: tri
     await trio.testing.wait_all_tasks_blocked()
     assert holders.holding == ["c"]
     assert budget.in_use == 1
-    nursery.cancel_scope.cancel()
 
 
 async def test_many_throttled_answers_at_once_count_as_one(
@@ -212,7 +206,6 @@ async def test_who_waits_goes_on_when_more_are_allowed(nursery: trio.Nursery) ->
     budget.note_success()
     await trio.testing.wait_all_tasks_blocked()
     assert holders.holding == ["a", "b"]
-    nursery.cancel_scope.cancel()
 
 
 async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
@@ -235,7 +228,6 @@ async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
     budget.reprioritize()
     await trio.testing.wait_all_tasks_blocked()
     assert 6 in holding
-    nursery.cancel_scope.cancel()
 
 
 async def test_objects_take_turns(nursery: trio.Nursery) -> None:
@@ -272,7 +264,6 @@ async def test_a_load_of_demands_that_never_ends_holds_nothing_up_for_ever(
         await holders.end(f"{number}")
     # Of the connections that are kept for demands it has one alone.
     assert "other 2" not in holders.holding
-    nursery.cancel_scope.cancel()
 
 
 async def test_a_turn_under_a_rate_limit_goes_to_the_most_urgent(
@@ -350,13 +341,3 @@ async def test_readers_of_small_files_wait_little_longer_beside_a_reader_of_a_la
         return statistics.median(waited)
 
     assert await median_s(64) <= 2 * await median_s(0)
-
-
-async def test_no_more_run_than_are_allowed(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(2, nursery), nursery)
-    for name in "abc":
-        await holders.start(name, demand)
-    assert holders.holding == ["a", "b"]
-    await holders.end("a")
-    assert holders.holding == ["b", "c"]
-    nursery.cancel_scope.cancel()
