@@ -166,55 +166,29 @@ def fetched(mount: Mount) -> int:
     return count
 
 
-Break = Callable[[Nodes], None]
+def _flip(nodes: Nodes, flip: Callable[[str, str, int], None]) -> None:
+    """Change a byte of some blocks."""
+    for key in nodes.stored()[::FLIPPED]:
+        flip(nodes.bucket, key, 100)
 
 
-def kill_a_server(nodes: Nodes) -> None:
-    nodes.cluster.fullest(nodes.bucket).kill()
-
-
-def freeze_a_server(nodes: Nodes) -> None:
-    nodes.cluster.fullest(nodes.bucket).freeze()
-
-
-def kill_the_filer(nodes: Nodes) -> None:
-    nodes.cluster.filer.kill()
-
-
-def freeze_the_filer(nodes: Nodes) -> None:
-    nodes.cluster.filer.freeze()
-
-
-def kill_the_master(nodes: Nodes) -> None:
-    nodes.cluster.master.kill()
-
-
-def kill_all_servers(nodes: Nodes) -> None:
+def _kill_all_servers(nodes: Nodes) -> None:
     for server in nodes.cluster.volume_servers:
         server.kill()
 
 
-def flip_by_writing(nodes: Nodes) -> None:
-    """Change a byte of some blocks, as somebody may who may write to the cluster cache."""
-    for key in nodes.stored()[::FLIPPED]:
-        nodes.cluster.flip_by_writing(nodes.bucket, key, 100)
-
-
-def flip_at_rest(nodes: Nodes) -> None:
-    """Change a byte of some blocks in the files of the volume servers."""
-    for key in nodes.stored()[::FLIPPED]:
-        nodes.cluster.flip_at_rest(nodes.bucket, key, 100)
-
-
-FAULTS: dict[str, Break] = {
-    "a volume server is killed": kill_a_server,
-    "a volume server is stopped": freeze_a_server,
-    "all volume servers are killed": kill_all_servers,
-    "the filer is killed": kill_the_filer,
-    "the filer is stopped": freeze_the_filer,
-    "the master is killed": kill_the_master,
-    "blocks are written with other bytes": flip_by_writing,
-    "blocks have other bytes at rest": flip_at_rest,
+FAULTS: dict[str, Callable[[Nodes], None]] = {
+    "a volume server is killed": lambda one: one.cluster.fullest(one.bucket).kill(),
+    "a volume server is stopped": lambda one: one.cluster.fullest(one.bucket).freeze(),
+    "all volume servers are killed": _kill_all_servers,
+    "the filer is killed": lambda one: one.cluster.filer.kill(),
+    "the filer is stopped": lambda one: one.cluster.filer.freeze(),
+    "the master is killed": lambda one: one.cluster.master.kill(),
+    # As somebody may who may write to the cluster cache, or in the files of the volume servers.
+    "blocks are written with other bytes": lambda nodes: _flip(
+        nodes, nodes.cluster.flip_by_writing
+    ),
+    "blocks have other bytes at rest": lambda nodes: _flip(nodes, nodes.cluster.flip_at_rest),
 }
 # After which nothing is lost, and no answer is late or wrong: the cluster cache is as before.
 HARMLESS = {"the master is killed"}

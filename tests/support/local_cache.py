@@ -9,7 +9,7 @@ import contextlib
 import os
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -271,10 +271,14 @@ async def cancel_no_pins(_path: str) -> None:
     """Have no job that pins to cancel."""
 
 
-def copies_of(parts: Parts, nursery: trio.Nursery) -> LocalCopies:
+def copies_of(
+    parts: Parts,
+    nursery: trio.Nursery,
+    cancel_pins: Callable[[str], Awaitable[None]] = cancel_no_pins,
+) -> LocalCopies:
     selector = Selector(cast(Any, parts.bucket), "")
     return LocalCopies(
-        parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), cancel_no_pins
+        parts.cache, parts.evictor, selector, "", nursery, lambda _key: (0, 0), cancel_pins
     )
 
 
@@ -295,9 +299,5 @@ async def jobs_in(directory: Path, bucket: Bucket) -> AsyncIterator[Jobs]:
     ):
         warmer = warmer_of(parts, directory)
         nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
-        selector = Selector(cast(Any, bucket), "")
-        copies = LocalCopies(
-            parts.cache, parts.evictor, selector, "", nursery, lambda _: (0, 0), warmer.cancel_pins
-        )
-        yield Jobs(parts, warmer, copies)
+        yield Jobs(parts, warmer, copies_of(parts, nursery, warmer.cancel_pins))
         nursery.cancel_scope.cancel()

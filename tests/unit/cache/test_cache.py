@@ -14,7 +14,7 @@ from fusefs.cache.disk import ORPHAN_AGE_S, is_unused
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.checksums import Sum
 from fusefs.cache.passthrough import PassthroughFiles
-from tests.support.local_cache import cache_in, content, recording, version
+from tests.support.local_cache import Parts, cache_in, content, recording, version
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -33,13 +33,12 @@ async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None
         assert parts.bucket.requested == []
 
 
-async def test_a_file_that_got_nothing_leaves_nothing(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        file = parts.cache.pin(A)
-        assert await parts.cache.ensure_open(file)
-        parts.cache.unpin(file)
-        assert parts.files() == []
-        assert parts.cache.find(A) is None
+async def test_a_file_that_got_nothing_leaves_nothing(parts: Parts) -> None:
+    file = parts.cache.pin(A)
+    assert await parts.cache.ensure_open(file)
+    parts.cache.unpin(file)
+    assert parts.files() == []
+    assert parts.cache.find(A) is None
 
 
 async def test_a_file_cut_behind_our_back_is_fetched_again(tmp_path: Path) -> None:
@@ -102,20 +101,19 @@ async def test_a_dropped_file_is_taken_from_the_kernel_when_no_program_has_it_op
         assert let_go == [idle, used]
 
 
-async def test_a_dropped_file_that_is_read_on_leaves_its_successor_alone(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        held = parts.cache.pin(A)
-        parts.cache.discard(held)  # its bytes are wrong
-        await parts.fetch(A)
-        parts.cache.pin_again(held)
-        assert parts.downloader.want(held, 0, MIB)
-        await parts.quiet()
-        await parts.fetch(A)
-        for _ in range(2):
-            parts.cache.unpin(held)
-        await parts.fetch(A)
-        assert len(parts.bucket.requested) == 2
+async def test_a_dropped_file_that_is_read_on_leaves_its_successor_alone(parts: Parts) -> None:
+    await parts.fetch(A)
+    held = parts.cache.pin(A)
+    parts.cache.discard(held)  # its bytes are wrong
+    await parts.fetch(A)
+    parts.cache.pin_again(held)
+    assert parts.downloader.want(held, 0, MIB)
+    await parts.quiet()
+    await parts.fetch(A)
+    for _ in range(2):
+        parts.cache.unpin(held)
+    await parts.fetch(A)
+    assert len(parts.bucket.requested) == 2
 
 
 async def test_what_arrives_for_a_dropped_file_costs_its_successor_no_row(tmp_path: Path) -> None:
@@ -151,33 +149,31 @@ async def test_what_was_uploaded_is_not_taken_while_its_version_is_fetched(tmp_p
         assert len(parts.files()) == len(parts.bucket.requested) == 1
 
 
-async def test_a_file_that_is_dropped_while_it_is_recorded_leaves_no_row(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        file = parts.cache.find(A)
-        assert file is not None
-        async with recording(parts):
-            parts.cache.discard(file)
-        await parts.cache.record()
-        assert parts.cache._catalog.newest(1000) == []
-        assert (parts.quota.committed, parts.quota.uncommitted) == (0, 0)
+async def test_a_file_that_is_dropped_while_it_is_recorded_leaves_no_row(parts: Parts) -> None:
+    await parts.fetch(A)
+    file = parts.cache.find(A)
+    assert file is not None
+    async with recording(parts):
+        parts.cache.discard(file)
+    await parts.cache.record()
+    assert parts.cache._catalog.newest(1000) == []
+    assert (parts.quota.committed, parts.quota.uncommitted) == (0, 0)
 
 
 async def test_of_a_file_that_is_dropped_meanwhile_nothing_unsummed_is_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        file = parts.cache.pin(A)
-        assert await parts.cache.ensure_open(file)
+    await parts.fetch(A)
+    file = parts.cache.pin(A)
+    assert await parts.cache.ensure_open(file)
 
-        def sums_in(*_: object) -> list[Sum]:
-            file.lose()
-            return []
+    def sums_in(*_: object) -> list[Sum]:
+        file.lose()
+        return []
 
-        monkeypatch.setattr("fusefs.cache.integrity.verify.sums_in", sums_in)
-        assert await parts.cache.integrity.read(file, 0, MIB) is None
-        parts.cache.unpin(file)
+    monkeypatch.setattr("fusefs.cache.integrity.verify.sums_in", sums_in)
+    assert await parts.cache.integrity.read(file, 0, MIB) is None
+    parts.cache.unpin(file)
 
 
 async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) -> None:
@@ -219,20 +215,19 @@ async def test_what_was_recorded_survives_a_daemon_that_is_killed(tmp_path: Path
 
 
 async def test_files_without_a_row_are_swept_when_they_are_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        await parts.cache.record()
-        [known] = parts.files()
-        old, new = (known.with_name(known.parent.name + digit * 30 + ".00000000") for digit in "ab")
-        for path in (old, new):
-            path.write_bytes(b"left by a daemon that was killed")
-        long_ago = time.time() - 2 * ORPHAN_AGE_S
-        for path in (old, known):
-            os.utime(path, (long_ago, long_ago))
-        await parts.cache.sweep()
-        assert parts.files() == sorted([known, new])
+    await parts.fetch(A)
+    await parts.cache.record()
+    [known] = parts.files()
+    old, new = (known.with_name(known.parent.name + digit * 30 + ".00000000") for digit in "ab")
+    for path in (old, new):
+        path.write_bytes(b"left by a daemon that was killed")
+    long_ago = time.time() - 2 * ORPHAN_AGE_S
+    for path in (old, known):
+        os.utime(path, (long_ago, long_ago))
+    await parts.cache.sweep()
+    assert parts.files() == sorted([known, new])
 
 
 async def test_two_mounts_see_what_either_fetched(tmp_path: Path) -> None:
@@ -292,22 +287,21 @@ async def test_the_keeper_of_the_catalog_records_and_syncs(
         nursery.cancel_scope.cancel()
 
 
-async def test_opening_is_all_or_nothing_however_it_is_cancelled(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        before = set(os.listdir("/proc/self/fd"))
-        for patience in range(40):
-            file = parts.cache.pin(A)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(parts.cache.ensure_open, file)
-                for _ in range(patience):
-                    await trio.lowlevel.checkpoint()
-                nursery.cancel_scope.cancel()
-            parts.cache.unpin(file)
-            assert file.fd == -1
-        assert len(set(os.listdir("/proc/self/fd")) - before) <= 1
-        await parts.fetch(A)
-        assert len(parts.bucket.requested) == 1
+async def test_opening_is_all_or_nothing_however_it_is_cancelled(parts: Parts) -> None:
+    await parts.fetch(A)
+    before = set(os.listdir("/proc/self/fd"))
+    for patience in range(40):
+        file = parts.cache.pin(A)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.cache.ensure_open, file)
+            for _ in range(patience):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        parts.cache.unpin(file)
+        assert file.fd == -1
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1
+    await parts.fetch(A)
+    assert len(parts.bucket.requested) == 1
 
 
 def test_a_file_is_unused_when_no_process_has_it_open_or_mapped(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fusefs.cache.disk import CacheDirectoryError, Disk, prepare_directory
 from fusefs.cache.evictor import MOST_REFUSED
 from fusefs.cache.integrity import trouble
 from fusefs.cache.purge import find_obstacles
-from tests.support.local_cache import cache_in, version
+from tests.support.local_cache import Parts, cache_in, version
 from tests.support.semantics import states
 
 
@@ -117,23 +117,22 @@ def refuse(number: int) -> OSError:
 
 
 async def test_a_file_that_cannot_be_unlinked_can_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unlink(*_: object) -> None:
         raise refuse(errno.ENOSPC)  # as btrfs does when it is full
 
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        file = parts.cache.find(A)
-        assert file is not None
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", unlink)
-            assert not await parts.evictor.drop(file)
-        (path,) = parts.files()
-        with path.open("rb") as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # else an open would wait for ever
-        await parts.fetch(A)
-        assert len(parts.bucket.requested) == 1
+    await parts.fetch(A)
+    file = parts.cache.find(A)
+    assert file is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        assert not await parts.evictor.drop(file)
+    (path,) = parts.files()
+    with path.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # else an open would wait for ever
+    await parts.fetch(A)
+    assert len(parts.bucket.requested) == 1
 
 
 async def test_a_disk_that_removes_nothing_is_tried_with_a_few_files_at_a_time(
@@ -161,7 +160,7 @@ async def test_a_disk_that_removes_nothing_is_tried_with_a_few_files_at_a_time(
 
 
 async def test_a_disk_without_locks_costs_no_descriptors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locks = (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW)
     call = fcntl.fcntl
@@ -171,18 +170,17 @@ async def test_a_disk_without_locks_costs_no_descriptors(
             raise refuse(errno.ENOLCK)
         return call(fd, command, *arguments)
 
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        file = parts.cache.find(A)
-        assert file is not None
-        before = len(os.listdir("/proc/self/fd"))
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "fcntl", without_locks)
-            assert not await parts.evictor.drop(file)
-            parts.cache.pin_again(file)
-            assert not await parts.cache.ensure_open(file)
-        assert len(os.listdir("/proc/self/fd")) <= before
-        parts.cache.unpin(file)
+    await parts.fetch(A)
+    file = parts.cache.find(A)
+    assert file is not None
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", without_locks)
+        assert not await parts.evictor.drop(file)
+        parts.cache.pin_again(file)
+        assert not await parts.cache.ensure_open(file)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    parts.cache.unpin(file)
 
 
 def busy() -> sqlite3.Error:
@@ -213,18 +211,17 @@ async def test_what_cannot_be_opened_for_now_stays_in_the_cache(
 
 
 async def test_a_trouble_is_shown_for_an_hour_and_the_next_one_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(trouble.time, "monotonic", lambda: now)
-    async with cache_in(tmp_path) as parts:
-        parts.cache.warn("No space left on device")
-        parts.cache.warn("No space left on device")
-        now += trouble.RECENT_S + 1
-        assert parts.cache.trouble.recent is None  # it was full for a minute
-        parts.cache.warn("Input/output error")
-        assert "Input/output error" in (parts.cache.trouble.recent or "")
-        assert "No space" not in (parts.cache.trouble.recent or "")
+    parts.cache.warn("No space left on device")
+    parts.cache.warn("No space left on device")
+    now += trouble.RECENT_S + 1
+    assert parts.cache.trouble.recent is None  # it was full for a minute
+    parts.cache.warn("Input/output error")
+    assert "Input/output error" in (parts.cache.trouble.recent or "")
+    assert "No space" not in (parts.cache.trouble.recent or "")
     logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert ["No space" in logged[0], "Input/output" in logged[1], len(logged)] == [True, True, 2]
 

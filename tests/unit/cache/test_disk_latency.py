@@ -99,22 +99,20 @@ async def read(parts: Parts, key: str) -> None:
         await parts.read(version(key, MIB), 0, MIB)
 
 
-async def test_a_slow_cache_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cache_in(tmp_path) as parts:
-        monkeypatch.setattr(os, "pwrite", slowly(os.pwrite, 0.05))
-        with mostly(WaitCause.CACHE_DISK):
-            await read(parts, "a")
+async def test_a_slow_cache_disk(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", slowly(os.pwrite, 0.05))
+    with mostly(WaitCause.CACHE_DISK):
+        await read(parts, "a")
 
 
 async def test_a_cache_file_that_opens_slowly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cache_in(tmp_path) as parts:
+    await read(parts, "a")
+    await parts.quiet()  # else its download has it open
+    monkeypatch.setattr(Disk, "open", slowly(Disk.open))
+    with mostly(WaitCause.CACHE_DISK):
         await read(parts, "a")
-        await parts.quiet()  # else its download has it open
-        monkeypatch.setattr(Disk, "open", slowly(Disk.open))
-        with mostly(WaitCause.CACHE_DISK):
-            await read(parts, "a")
 
 
 async def test_a_cache_that_has_to_evict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

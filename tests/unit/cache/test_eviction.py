@@ -131,30 +131,28 @@ async def test_a_disk_that_counts_no_inodes_has_enough(
 
 
 async def test_a_disk_that_is_taken_away_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(version("a", MIB))
+    await parts.fetch(version("a", MIB))
 
-        def statvfs(path: Path) -> os.statvfs_result:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    def statvfs(path: Path) -> os.statvfs_result:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
-        monkeypatch.setattr("fusefs.cache.quota.os.statvfs", statvfs)
-        for _ in range(2):
-            parts.quota._free_known_until = 0.0
-            await parts.evictor.tend()
-        assert caplog.text.count("its free space is not known") == 1
-        assert kept(parts, "a") == ["a"]
-
-
-async def test_a_lowered_limit_is_kept_without_a_reader(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        for key in "abcd":
-            await parts.fetch(version(key, MIB))
-        parts.quota._limit = 2 * MIB
+    monkeypatch.setattr("fusefs.cache.quota.os.statvfs", statvfs)
+    for _ in range(2):
+        parts.quota._free_known_until = 0.0
         await parts.evictor.tend()
-        assert parts.quota.used <= 2 * MIB
-        assert kept(parts, *"abcd") == ["a", "b"]
+    assert caplog.text.count("its free space is not known") == 1
+    assert kept(parts, "a") == ["a"]
+
+
+async def test_a_lowered_limit_is_kept_without_a_reader(parts: Parts) -> None:
+    for key in "abcd":
+        await parts.fetch(version(key, MIB))
+    parts.quota._limit = 2 * MIB
+    await parts.evictor.tend()
+    assert parts.quota.used <= 2 * MIB
+    assert kept(parts, *"abcd") == ["a", "b"]
 
 
 async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> None:
@@ -191,22 +189,21 @@ async def test_a_catalog_that_cannot_be_written_costs_no_more_than_the_room_that
         assert parts.quota.used == 4 * MIB
 
 
-async def test_a_mapped_file_counts_until_it_is_let_go(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(version("a", MIB))
-        [path] = parts.files()
-        with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        parts.quota._limit = 0
-        await parts.evictor.tend()
-        assert parts.files() == []
-        assert parts.quota.used == MIB
-        before = bytes(mapping[:16])
-        await parts.evictor.tend()
-        assert (bytes(mapping[:16]), parts.quota.used) == (before, MIB)
-        mapping.close()
-        await parts.evictor.tend()
-        assert parts.quota.used == 0
+async def test_a_mapped_file_counts_until_it_is_let_go(parts: Parts) -> None:
+    await parts.fetch(version("a", MIB))
+    [path] = parts.files()
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    parts.quota._limit = 0
+    await parts.evictor.tend()
+    assert parts.files() == []
+    assert parts.quota.used == MIB
+    before = bytes(mapping[:16])
+    await parts.evictor.tend()
+    assert (bytes(mapping[:16]), parts.quota.used) == (before, MIB)
+    mapping.close()
+    await parts.evictor.tend()
+    assert parts.quota.used == 0
 
 
 async def test_a_file_that_another_mount_has_open_stays(tmp_path: Path) -> None:

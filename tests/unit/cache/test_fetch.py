@@ -21,55 +21,51 @@ MIB = 1 << 20
 BIG = version("big", 20 * MIB + 123)
 
 
-async def test_a_reader_is_woken_when_its_bytes_are_there(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        stopped = trio.Event()
+async def test_a_reader_is_woken_when_its_bytes_are_there(parts: Parts) -> None:
+    stopped = trio.Event()
 
-        def stop_at_half(_key: str, offset: int) -> None:
-            if offset == MIB // 2:
-                parts.bucket.hold()
-                stopped.set()
+    def stop_at_half(_key: str, offset: int) -> None:
+        if offset == MIB // 2:
+            parts.bucket.hold()
+            stopped.set()
 
-        parts.bucket.fault = stop_at_half
-        file = parts.cache.pin(BIG)
-        with trio.fail_after(LIMIT_S):
-            assert await parts.read_pinned(file, 0, 1000) == content(BIG)[:1000]
-            await stopped.wait()
-        assert parts.downloader.under_way == 1
-        parts.bucket.let_go()
-        await parts.quiet()
-        parts.cache.unpin(file)
+    parts.bucket.fault = stop_at_half
+    file = parts.cache.pin(BIG)
+    with trio.fail_after(LIMIT_S):
+        assert await parts.read_pinned(file, 0, 1000) == content(BIG)[:1000]
+        await stopped.wait()
+    assert parts.downloader.under_way == 1
+    parts.bucket.let_go()
+    await parts.quiet()
+    parts.cache.unpin(file)
 
 
-async def test_a_first_read_brings_the_first_bytes_and_a_jump_a_block(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.read(BIG, 0, 10)
-        await parts.read(BIG, 10 * MIB + 5, 10 * MIB + 10)
-        await parts.quiet()
+async def test_a_first_read_brings_the_first_bytes_and_a_jump_a_block(parts: Parts) -> None:
+    await parts.read(BIG, 0, 10)
+    await parts.read(BIG, 10 * MIB + 5, 10 * MIB + 10)
+    await parts.quiet()
     first, second = parts.bucket.requested
     assert first == ("big", 0, FIRST_BYTES)
     assert second[1] == 10 * MIB + 5
     assert second[2] - second[1] <= 2 * BLOCK
 
 
-async def test_a_read_asks_only_for_what_is_missing(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.read(BIG, 4 * MIB, 5 * MIB)
-        await parts.read(BIG, 3 * MIB, 6 * MIB)
-        await parts.quiet()
-        requested = sorted((start, stop) for _, start, stop in parts.bucket.requested)
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(requested))
+async def test_a_read_asks_only_for_what_is_missing(parts: Parts) -> None:
+    await parts.read(BIG, 4 * MIB, 5 * MIB)
+    await parts.read(BIG, 3 * MIB, 6 * MIB)
+    await parts.quiet()
+    requested = sorted((start, stop) for _, start, stop in parts.bucket.requested)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(requested))
 
 
-async def test_a_range_is_wanted_ahead_in_parts(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        file = parts.cache.pin(BIG)
-        started = parts.downloader.want(file, 0, BIG.size)
-        # A second interest joins the downloads, and no range is requested twice.
-        assert parts.downloader.want(file, 0, BIG.size) == started
-        await parts.quiet()
-        assert file.is_complete
-        parts.cache.unpin(file)
+async def test_a_range_is_wanted_ahead_in_parts(parts: Parts) -> None:
+    file = parts.cache.pin(BIG)
+    started = parts.downloader.want(file, 0, BIG.size)
+    # A second interest joins the downloads, and no range is requested twice.
+    assert parts.downloader.want(file, 0, BIG.size) == started
+    await parts.quiet()
+    assert file.is_complete
+    parts.cache.unpin(file)
     assert sorted(parts.bucket.requested) == [
         ("big", 0, PART),
         ("big", PART, 2 * PART),
@@ -77,42 +73,40 @@ async def test_a_range_is_wanted_ahead_in_parts(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_download_ends_with_its_last_reader(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        parts.bucket.hold()
-        scopes = [trio.CancelScope(), trio.CancelScope()]
+async def test_a_download_ends_with_its_last_reader(parts: Parts) -> None:
+    parts.bucket.hold()
+    scopes = [trio.CancelScope(), trio.CancelScope()]
 
-        async def read(scope: trio.CancelScope) -> None:
-            with scope:
-                await parts.read(BIG, 0, 10)
+    async def read(scope: trio.CancelScope) -> None:
+        with scope:
+            await parts.read(BIG, 0, 10)
 
-        async with trio.open_nursery() as nursery:
-            for scope in scopes:
-                nursery.start_soon(read, scope)
-            await eventually(lambda: len(parts.bucket.running) == 1)
-            await wait_all_tasks_blocked()
-            scopes[0].cancel()
-            await wait_all_tasks_blocked()
-            assert parts.downloader.under_way == 1
-            scopes[1].cancel()
-        await parts.quiet()
-        assert parts.quota.reserved == 0
-        assert parts.files() == []
-
-
-async def test_who_comes_when_a_download_was_given_up_gets_another(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        parts.bucket.hold()
-        file = parts.cache.pin(BIG)
-        [download] = parts.downloader.want(file, 0, MIB)
+    async with trio.open_nursery() as nursery:
+        for scope in scopes:
+            nursery.start_soon(read, scope)
         await eventually(lambda: len(parts.bucket.running) == 1)
-        download.unwant()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.read_pinned, file, 0, 10)
-            await wait_all_tasks_blocked()
-            parts.bucket.let_go()
-        await parts.quiet()
-        parts.cache.unpin(file)
+        await wait_all_tasks_blocked()
+        scopes[0].cancel()
+        await wait_all_tasks_blocked()
+        assert parts.downloader.under_way == 1
+        scopes[1].cancel()
+    await parts.quiet()
+    assert parts.quota.reserved == 0
+    assert parts.files() == []
+
+
+async def test_who_comes_when_a_download_was_given_up_gets_another(parts: Parts) -> None:
+    parts.bucket.hold()
+    file = parts.cache.pin(BIG)
+    [download] = parts.downloader.want(file, 0, MIB)
+    await eventually(lambda: len(parts.bucket.running) == 1)
+    download.unwant()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(parts.read_pinned, file, 0, 10)
+        await wait_all_tasks_blocked()
+        parts.bucket.let_go()
+    await parts.quiet()
+    parts.cache.unpin(file)
 
 
 async def test_a_small_file_given_up_while_it_is_created_is_created_once(
@@ -146,105 +140,92 @@ async def test_a_small_file_given_up_while_it_is_created_is_created_once(
         parts.cache.unpin(file)
 
 
-async def test_what_had_arrived_of_a_download_that_was_given_up_is_kept(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        file = parts.cache.pin(BIG)
-        [download] = parts.downloader.want(file, 0, MIB)
-        parts.bucket.fault = lambda _key, at: download.unwant() if at == 4 * CHUNK else None
-        await parts.quiet()
-        assert file.present.covers(0, 4 * CHUNK)
-        assert not file.is_complete
-        assert parts.quota.reserved == 0
-        assert parts.quota.used == file.present.total
-        parts.cache.unpin(file)
+async def test_what_had_arrived_of_a_download_that_was_given_up_is_kept(parts: Parts) -> None:
+    file = parts.cache.pin(BIG)
+    [download] = parts.downloader.want(file, 0, MIB)
+    parts.bucket.fault = lambda _key, at: download.unwant() if at == 4 * CHUNK else None
+    await parts.quiet()
+    assert file.present.covers(0, 4 * CHUNK)
+    assert not file.is_complete
+    assert parts.quota.reserved == 0
+    assert parts.quota.used == file.present.total
+    parts.cache.unpin(file)
 
 
 @pytest.mark.parametrize("error", [StaleVersionError("changed"), UnreachableError("gone")])
 async def test_an_error_of_the_store_is_reported_to_every_reader(
-    tmp_path: Path, error: Exception
+    parts: Parts, error: Exception
 ) -> None:
     def fail(_key: str, offset: int) -> None:
         if offset >= MIB // 2:
             raise error
 
-    async with cache_in(tmp_path) as parts:
-        parts.bucket.fault = fail
-        failed = 0
+    parts.bucket.fault = fail
+    failed = 0
 
-        async def read() -> None:
-            nonlocal failed
-            with pytest.raises(type(error)):
-                await parts.read(version("a", MIB), 0, MIB)
-            failed += 1
+    async def read() -> None:
+        nonlocal failed
+        with pytest.raises(type(error)):
+            await parts.read(version("a", MIB), 0, MIB)
+        failed += 1
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(read)
-        await parts.quiet()
-        assert failed == 5
-        # What came before is right, and kept.
-        a = version("a", MIB)
-        assert await parts.read(a, 0, MIB // 2) == content(a)[: MIB // 2]
-        assert parts.quota.reserved == 0
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(read)
+    await parts.quiet()
+    assert failed == 5
+    # What came before is right, and kept.
+    a = version("a", MIB)
+    assert await parts.read(a, 0, MIB // 2) == content(a)[: MIB // 2]
+    assert parts.quota.reserved == 0
 
 
-async def test_a_reader_whose_bytes_came_before_the_error_is_served(tmp_path: Path) -> None:
+async def test_a_reader_whose_bytes_came_before_the_error_is_served(parts: Parts) -> None:
     def fail(_key: str, offset: int) -> None:
         if offset >= MIB // 2:
             raise UnreachableError("gone")
 
-    async with cache_in(tmp_path) as parts:
-        parts.bucket.fault = fail
-        a = version("a", MIB)
-        assert await parts.read(a, 0, 100) == content(a)[:100]
+    parts.bucket.fault = fail
+    a = version("a", MIB)
+    assert await parts.read(a, 0, 100) == content(a)[:100]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 async def test_a_disk_that_takes_no_more_sends_readers_past_the_cache(
-    tmp_path: Path, number: int
+    parts: Parts, number: int
 ) -> None:
     def fail(_key: str, offset: int) -> None:
         if offset >= MIB // 2:
             raise OSError(number, os.strerror(number))
 
-    async with cache_in(tmp_path) as parts:
-        parts.bucket.fault = fail
-        a = version("a", MIB)
-        with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
-            await parts.read(a, 0, MIB)
-        await parts.quiet()
-        assert parts.quota.reserved == 0
-        parts.bucket.fault = lambda _key, _offset: None
-        assert await parts.downloader.read_unkept(a, 5, MIB) == content(a)[5:]
+    parts.bucket.fault = fail
+    a = version("a", MIB)
+    with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
+        await parts.read(a, 0, MIB)
+    await parts.quiet()
+    assert parts.quota.reserved == 0
+    parts.bucket.fault = lambda _key, _offset: None
+    assert await parts.downloader.read_unkept(a, 5, MIB) == content(a)[5:]
 
 
-async def test_without_room_nothing_is_kept_and_nothing_leaks(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=MIB // 2) as parts:
-        with trio.fail_after(LIMIT_S), pytest.raises(NotKeptError):
-            await parts.read(version("a", MIB), 0, 10)
-        await parts.quiet()
-        assert (parts.quota.reserved, parts.quota.used) == (0, 0)
-        assert parts.files() == []
-
-
-async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        (tmp_path / "objects").rmdir()
-        with pytest.raises(NotKeptError):
-            await parts.read(version("a", MIB), 0, 10)
-        assert parts.cache.trouble.recent is not None
-        assert parts.quota.reserved == 0
+async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(
+    parts: Parts, tmp_path: Path
+) -> None:
+    (tmp_path / "objects").rmdir()
+    with pytest.raises(NotKeptError):
+        await parts.read(version("a", MIB), 0, 10)
+    assert parts.cache.trouble.recent is not None
+    assert parts.quota.reserved == 0
 
 
 async def test_an_open_file_keeps_its_descriptor_and_a_closed_one_gives_it_back(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    async with cache_in(tmp_path) as parts:
-        before = len(os.listdir("/proc/self/fd"))
-        for number in range(20):
-            await parts.fetch(version(f"a{number}", CHUNK))
-        await parts.quiet()
-        assert len(os.listdir("/proc/self/fd")) <= before + 1
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        await parts.fetch(version(f"a{number}", CHUNK))
+    await parts.quiet()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 async def _disturbed(parts: Parts, file: CacheFile, dice: random.Random) -> None:
@@ -273,28 +254,27 @@ async def _disturbed(parts: Parts, file: CacheFile, dice: random.Random) -> None
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_readers_cancelled_anywhere_leave_no_half_state(tmp_path: Path, seed: int) -> None:
+async def test_readers_cancelled_anywhere_leave_no_half_state(parts: Parts, seed: int) -> None:
     dice = random.Random(seed)
-    async with cache_in(tmp_path) as parts:
-        versions = [version(f"f{number}", 3 * MIB + number) for number in range(4)]
-        files = [parts.cache.pin(one) for one in versions]
-        with trio.fail_after(LIMIT_S):
-            async with trio.open_nursery() as nursery:
-                for _ in range(60):
-                    nursery.start_soon(_disturbed, parts, dice.choice(files), dice)
-                    for _ in range(dice.randrange(4)):
-                        await trio.lowlevel.checkpoint()
-        await parts.quiet()
-        assert all(file.pins == 1 and not file.downloads for file in files)
-        assert parts.quota.reserved == 0
-        assert parts.quota.used == sum(file.present.total for file in files)
-        for file in files:
-            parts.cache.unpin(file)
-        for one in versions:
-            await parts.fetch(one)
-        await parts.cache.record()
-        assert parts.quota.uncommitted == 0
-        assert parts.quota.used == sum(one.size for one in versions)
+    versions = [version(f"f{number}", 3 * MIB + number) for number in range(4)]
+    files = [parts.cache.pin(one) for one in versions]
+    with trio.fail_after(LIMIT_S):
+        async with trio.open_nursery() as nursery:
+            for _ in range(60):
+                nursery.start_soon(_disturbed, parts, dice.choice(files), dice)
+                for _ in range(dice.randrange(4)):
+                    await trio.lowlevel.checkpoint()
+    await parts.quiet()
+    assert all(file.pins == 1 and not file.downloads for file in files)
+    assert parts.quota.reserved == 0
+    assert parts.quota.used == sum(file.present.total for file in files)
+    for file in files:
+        parts.cache.unpin(file)
+    for one in versions:
+        await parts.fetch(one)
+    await parts.cache.record()
+    assert parts.quota.uncommitted == 0
+    assert parts.quota.used == sum(one.size for one in versions)
 
 
 async def test_many_readers_of_a_range_cost_one_request(tmp_path: Path) -> None:

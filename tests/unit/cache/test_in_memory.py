@@ -121,14 +121,13 @@ OLD = version("old", MIB)
 NEW = version("new", MIB)
 
 
-async def test_what_was_cached_is_cached_under_the_new_key(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(OLD)
-        assert await parts.cache.move(OLD, NEW)
-        assert parts.cache.find(OLD) is None
-        assert await parts.read(NEW, 0, MIB) == content(OLD)
-        assert len(parts.files()) == 1
-        assert len(parts.bucket.requested) == 1
+async def test_what_was_cached_is_cached_under_the_new_key(parts: Parts) -> None:
+    await parts.fetch(OLD)
+    assert await parts.cache.move(OLD, NEW)
+    assert parts.cache.find(OLD) is None
+    assert await parts.read(NEW, 0, MIB) == content(OLD)
+    assert len(parts.files()) == 1
+    assert len(parts.bucket.requested) == 1
 
 
 async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
@@ -164,66 +163,62 @@ async def test_a_restart_finds_what_was_renamed_while_it_was_recorded(tmp_path: 
         assert len(parts.cache) == 1
 
 
-async def test_what_is_missing_comes_from_the_new_key(tmp_path: Path) -> None:
+async def test_what_is_missing_comes_from_the_new_key(parts: Parts) -> None:
     old, new = version("old", 8 * MIB), version("new", 8 * MIB)
-    async with cache_in(tmp_path) as parts:
-        file = parts.cache.pin(old)
-        await parts.read_pinned(file, 4 * MIB, 5 * MIB)
-        await parts.quiet()
-        await parts.cache.move(old, new)
-        assert parts.cache.pin(new) is file
-        assert await parts.read_pinned(file, 4 * MIB, 5 * MIB) == content(old)[4 * MIB : 5 * MIB]
-        await parts.read_pinned(file, 0, 1)
-        assert [key for key, *_ in parts.bucket.requested] == ["old", "new"]
+    file = parts.cache.pin(old)
+    await parts.read_pinned(file, 4 * MIB, 5 * MIB)
+    await parts.quiet()
+    await parts.cache.move(old, new)
+    assert parts.cache.pin(new) is file
+    assert await parts.read_pinned(file, 4 * MIB, 5 * MIB) == content(old)[4 * MIB : 5 * MIB]
+    await parts.read_pinned(file, 0, 1)
+    assert [key for key, *_ in parts.bucket.requested] == ["old", "new"]
 
 
-async def test_a_download_that_is_under_way_goes_on_from_the_new_key(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        file = parts.cache.pin(OLD)
-        await parts.cache.ensure_open(file)
+async def test_a_download_that_is_under_way_goes_on_from_the_new_key(parts: Parts) -> None:
+    file = parts.cache.pin(OLD)
+    await parts.cache.ensure_open(file)
 
-        def fault(key: str, offset: int) -> None:
-            if key == "old" and offset == 2 * CHUNK:
-                parts.bucket.hold()
-            if key == "old" and offset == 3 * CHUNK:
-                raise NotFoundError(key)
+    def fault(key: str, offset: int) -> None:
+        if key == "old" and offset == 2 * CHUNK:
+            parts.bucket.hold()
+        if key == "old" and offset == 3 * CHUNK:
+            raise NotFoundError(key)
 
-        async def move() -> None:
-            await eventually(lambda: file.present.total == 3 * CHUNK)
-            await parts.cache.move(OLD, NEW)
-            parts.bucket.let_go()
-
-        parts.bucket.fault = fault
-        with trio.fail_after(30):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(move)
-                await parts.read_pinned(file, 0, MIB)
-        assert parts.bucket.requested == [("old", 0, MIB), ("new", 3 * CHUNK, MIB)]
-        parts.cache.unpin(file)
-
-
-async def test_a_file_that_was_moved_and_evicted_leaves_nothing(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(OLD)
-        await parts.cache.record()
+    async def move() -> None:
+        await eventually(lambda: file.present.total == 3 * CHUNK)
         await parts.cache.move(OLD, NEW)
-        (file,) = parts.cache.files()
-        await parts.cache.evict(file)
-        assert parts.files() == []
-        await parts.cache.record()
-        assert parts.quota.used == 0
+        parts.bucket.let_go()
 
-
-async def test_a_move_waits_for_an_eviction(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(OLD)
-        (file,) = parts.cache.files()
+    parts.bucket.fault = fault
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.cache.evict, file)
-            await trio.lowlevel.checkpoint()
-            assert await parts.cache.move(OLD, NEW)
-        assert parts.files() == []
-        assert parts.cache.find(NEW) is None
+            nursery.start_soon(move)
+            await parts.read_pinned(file, 0, MIB)
+    assert parts.bucket.requested == [("old", 0, MIB), ("new", 3 * CHUNK, MIB)]
+    parts.cache.unpin(file)
+
+
+async def test_a_file_that_was_moved_and_evicted_leaves_nothing(parts: Parts) -> None:
+    await parts.fetch(OLD)
+    await parts.cache.record()
+    await parts.cache.move(OLD, NEW)
+    (file,) = parts.cache.files()
+    await parts.cache.evict(file)
+    assert parts.files() == []
+    await parts.cache.record()
+    assert parts.quota.used == 0
+
+
+async def test_a_move_waits_for_an_eviction(parts: Parts) -> None:
+    await parts.fetch(OLD)
+    (file,) = parts.cache.files()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(parts.cache.evict, file)
+        await trio.lowlevel.checkpoint()
+        assert await parts.cache.move(OLD, NEW)
+    assert parts.files() == []
+    assert parts.cache.find(NEW) is None
 
 
 async def test_a_file_stays_while_a_move_is_about_to_go_on(tmp_path: Path) -> None:
@@ -250,14 +245,13 @@ async def test_a_file_stays_while_a_move_is_about_to_go_on(tmp_path: Path) -> No
         other.cache.unpin(held)
 
 
-async def test_a_copy_that_has_a_file_in_use_keeps_it(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(OLD)
-        await parts.fetch(NEW)
-        file = parts.cache.pin(NEW)
-        assert not await parts.cache.move(OLD, NEW)
-        parts.cache.unpin(file)
-        # A file that is not in use gives way.
-        assert await parts.cache.move(OLD, NEW)
-        assert await parts.read(NEW, 0, MIB) == content(OLD)
-        assert len(parts.files()) == 1
+async def test_a_copy_that_has_a_file_in_use_keeps_it(parts: Parts) -> None:
+    await parts.fetch(OLD)
+    await parts.fetch(NEW)
+    file = parts.cache.pin(NEW)
+    assert not await parts.cache.move(OLD, NEW)
+    parts.cache.unpin(file)
+    # A file that is not in use gives way.
+    assert await parts.cache.move(OLD, NEW)
+    assert await parts.read(NEW, 0, MIB) == content(OLD)
+    assert len(parts.files()) == 1

@@ -109,15 +109,14 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
         assert parts.cache.name_of(version("a", MIB)) not in names
 
 
-async def test_of_a_pinned_object_the_newest_version_is_retained(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.cache.retention.add(["a"])
-        old, new = ObjectVersion("a", '"1"', 100), ObjectVersion("a", '"2"', 100)
-        for one in (old, new):
-            await parts.fetch(one)
-            await parts.cache.record()
-        retained = [parts.cache.find(one) for one in (old, new)]
-        assert [file is not None and file.is_retained for file in retained] == [False, True]
+async def test_of_a_pinned_object_the_newest_version_is_retained(parts: Parts) -> None:
+    await parts.cache.retention.add(["a"])
+    old, new = ObjectVersion("a", '"1"', 100), ObjectVersion("a", '"2"', 100)
+    for one in (old, new):
+        await parts.fetch(one)
+        await parts.cache.record()
+    retained = [parts.cache.find(one) for one in (old, new)]
+    assert [file is not None and file.is_retained for file in retained] == [False, True]
 
 
 async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
@@ -129,16 +128,15 @@ async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
         assert kept(parts, "ab") == "a"
 
 
-async def test_a_file_is_retained_by_the_name_it_gets(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.cache.retention.add(["in"])
-        old, new = version("out/a", 100), version("in/a", 100)
-        await parts.fetch(old)
-        assert await parts.cache.move(old, new)
-        file = parts.cache.find(new)
-        assert file.is_retained
-        assert await parts.cache.move(new, old)
-        assert not file.is_retained
+async def test_a_file_is_retained_by_the_name_it_gets(parts: Parts) -> None:
+    await parts.cache.retention.add(["in"])
+    old, new = version("out/a", 100), version("in/a", 100)
+    await parts.fetch(old)
+    assert await parts.cache.move(old, new)
+    file = parts.cache.find(new)
+    assert file.is_retained
+    assert await parts.cache.move(new, old)
+    assert not file.is_retained
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from fusefs.cluster_cache.block import BLOCK, FRAME, TAG, BadBlockError, Block, 
 from fusefs.cluster_cache.policy import Breaker, BreakerState, Deadline, Sampling
 from fusefs.settings.mount import MountSettings, RawValue, build
 from fusefs.store.interface import ObjectVersion
+from tests.support.clock import Clock
 
 DOMAIN = Domain("http://store:8333", "bucket", b"secret")
 SIZE = BLOCK + 3 * FRAME + 17
@@ -209,14 +210,6 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         access.read(settings)
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_deadline_is_three_means_within_its_bounds() -> None:
     deadline = Deadline()
     assert deadline.wait_s == policy.MOST_S
@@ -246,7 +239,7 @@ def test_late_answers_lengthen_the_deadline_while_all_are_slow() -> None:
 
 
 def test_three_failures_open_the_breaker_and_one_probe_closes_it() -> None:
-    time = Time()
+    time = Clock()
     breaker = Breaker(time)
     for _ in range(2):
         breaker.note_failure()
@@ -272,7 +265,7 @@ def test_three_failures_open_the_breaker_and_one_probe_closes_it() -> None:
 
 
 def test_useless_answers_open_the_breaker_only_where_nothing_else_comes() -> None:
-    breaker = Breaker(Time())
+    breaker = Breaker(Clock())
     for _ in range(30):  # one of three volumes is lost
         breaker.note_failure(policy.USELESS)
         breaker.note_success()
@@ -285,7 +278,7 @@ def test_useless_answers_open_the_breaker_only_where_nothing_else_comes() -> Non
 
 
 def test_while_nothing_is_found_some_lookups_are_made_and_all_after_a_hit() -> None:
-    time = Time()
+    time = Clock()
     sampling = Sampling(time)
 
     def made(count: int) -> int:

@@ -171,6 +171,12 @@ async def one_side(
             nursery.cancel_scope.cancel()
 
 
+@pytest.fixture
+async def side(tmp_path: Path) -> AsyncIterator[Side]:
+    async with one_side(tmp_path) as one:
+        yield one
+
+
 @asynccontextmanager
 async def both(directory: Path) -> AsyncIterator[list[Side]]:
     async with (
@@ -180,17 +186,16 @@ async def both(directory: Path) -> AsyncIterator[list[Side]]:
         yield [compiled, python]
 
 
-async def test_an_open_and_its_close_need_no_python(tmp_path: Path) -> None:
-    async with one_side(tmp_path) as side:
-        before = side.session.compiled_requests or 0
-        assert (await side.opens(0))[1] & PASSTHROUGH
-        assert await side.closes(0) == (0, b"")
-        assert (await side.ask(Opcode.IOCTL, side.nodes[0].nodeid, bytes(32)))[0] == errno.ENOTTY
-        error, shown = await side.ask(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
-        assert (error, len(shown)) == (0, 104)
-        name = bytes(8) + b"security.selinux\0"
-        assert await side.ask(Opcode.GETXATTR, 1 << 40, name) == (errno.ENODATA, b"")
-        assert side.session.compiled_requests == before + 5
+async def test_an_open_and_its_close_need_no_python(side: Side) -> None:
+    before = side.session.compiled_requests or 0
+    assert (await side.opens(0))[1] & PASSTHROUGH
+    assert await side.closes(0) == (0, b"")
+    assert (await side.ask(Opcode.IOCTL, side.nodes[0].nodeid, bytes(32)))[0] == errno.ENOTTY
+    error, shown = await side.ask(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
+    assert (error, len(shown)) == (0, 104)
+    name = bytes(8) + b"security.selinux\0"
+    assert await side.ask(Opcode.GETXATTR, 1 << 40, name) == (errno.ENODATA, b"")
+    assert side.session.compiled_requests == before + 5
 
 
 async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
@@ -218,107 +223,104 @@ async def test_the_first_open_of_a_file_that_was_fetched_ahead_needs_no_python(
         await eventually(lambda: len(ahead()) == FILES + 1)
 
 
-async def test_what_was_opened_is_on_record_before_other_tasks_run(tmp_path: Path) -> None:
+async def test_what_was_opened_is_on_record_before_other_tasks_run(
+    side: Side, tmp_path: Path
+) -> None:
     """The journal has it with the reply, so a kill at any moment loses nothing."""
-    async with one_side(tmp_path) as side:
-        seen = []
-        settle = side.operations.opener.was_opened
-        journal = tmp_path / "journal"
+    seen = []
+    settle = side.operations.opener.was_opened
+    journal = tmp_path / "journal"
 
-        def note(*of: object, **more: object) -> None:
-            seen.append(list(replay(journal, is_live=True).state.handles))
-            settle(*of, **more)  # type: ignore[arg-type]
+    def note(*of: object, **more: object) -> None:
+        seen.append(list(replay(journal, is_live=True).state.handles))
+        settle(*of, **more)  # type: ignore[arg-type]
 
-        side.operations.opener.was_opened = note  # type: ignore[method-assign]
-        await side.opens(2)
-        await side.settled()
-        assert seen == [side.open]
+    side.operations.opener.was_opened = note  # type: ignore[method-assign]
+    await side.opens(2)
+    await side.settled()
+    assert seen == [side.open]
 
 
 @pytest.mark.parametrize(
     "change", ["is_written", "is_replaced", "is_served", "is_evicted", "is_unchecked", "is_shut"]
 )
-async def test_what_is_unusual_is_left_to_python(tmp_path: Path, change: str) -> None:
-    async with one_side(tmp_path) as side:
-        inode, operations = side.nodes[0], side.operations
-        file = side.file(0)
-        if change == "is_written":
-            error, _ = await side.ask(Opcode.OPEN, inode.nodeid, OPEN_IN.pack(os.O_RDWR, 0))
-            assert error == 0
-            assert inode.staged is not None
-            inode.served -= 1  # which alone would show it
-        elif change == "is_replaced":
-            operations.inodes.mark_replaced(inode)
-        elif change == "is_served":
-            inode.served += 1
-        elif change == "is_evicted":
-            fd = await operations.cache.evict(file)
-            if fd >= 0:
-                os.close(fd)
-        elif change == "is_unchecked":
-            file.is_checked = False
-        else:
-            operations.is_shut = True
-        before = side.session.compiled_requests
-        await side.opens(0)
-        assert side.session.compiled_requests == before
-        if change == "is_served":
-            inode.served -= 1
-        if change == "is_written":
-            inode.served += 1
+async def test_what_is_unusual_is_left_to_python(side: Side, change: str) -> None:
+    inode, operations = side.nodes[0], side.operations
+    file = side.file(0)
+    if change == "is_written":
+        error, _ = await side.ask(Opcode.OPEN, inode.nodeid, OPEN_IN.pack(os.O_RDWR, 0))
+        assert error == 0
+        assert inode.staged is not None
+        inode.served -= 1  # which alone would show it
+    elif change == "is_replaced":
+        operations.inodes.mark_replaced(inode)
+    elif change == "is_served":
+        inode.served += 1
+    elif change == "is_evicted":
+        fd = await operations.cache.evict(file)
+        if fd >= 0:
+            os.close(fd)
+    elif change == "is_unchecked":
+        file.is_checked = False
+    else:
+        operations.is_shut = True
+    before = side.session.compiled_requests
+    await side.opens(0)
+    assert side.session.compiled_requests == before
+    if change == "is_served":
+        inode.served -= 1
+    if change == "is_written":
+        inode.served += 1
 
 
-async def test_a_journal_that_is_rewritten_is_pythons(tmp_path: Path) -> None:
-    async with one_side(tmp_path) as side:
-        journal = side.operations._state.journal
-        assert isinstance(journal, Journal)
-        await side.opens(0)
-        before = side.session.compiled_requests
-        journal.begin_compaction()
-        await side.opens(1)
-        assert side.session.compiled_requests == before
-        await side.operations.write_all(journal)
-        journal.finish_compaction()
-        await side.opens(2)
-        assert side.session.compiled_requests == (before or 0) + 1
-        assert sorted(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
+async def test_a_journal_that_is_rewritten_is_pythons(side: Side, tmp_path: Path) -> None:
+    journal = side.operations._state.journal
+    assert isinstance(journal, Journal)
+    await side.opens(0)
+    before = side.session.compiled_requests
+    journal.begin_compaction()
+    await side.opens(1)
+    assert side.session.compiled_requests == before
+    await side.operations.write_all(journal)
+    journal.finish_compaction()
+    await side.opens(2)
+    assert side.session.compiled_requests == (before or 0) + 1
+    assert sorted(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
 
 
 async def test_a_journal_that_is_full_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 8192)
-    async with one_side(tmp_path) as side:
-        for number in range(300):
-            await side.opens(number % FILES)
-            if number % 2:
-                await side.closes(0)
-        assert list(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
-        assert (tmp_path / "journal").stat().st_size > 16384
+    for number in range(300):
+        await side.opens(number % FILES)
+        if number % 2:
+            await side.closes(0)
+    assert list(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
+    assert (tmp_path / "journal").stat().st_size > 16384
 
 
 async def test_a_journal_that_the_disk_does_not_take_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 4096)
-    async with one_side(tmp_path) as side:
 
-        def is_full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "no room")
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
 
-        monkeypatch.setattr(os, "posix_fallocate", is_full)
-        count = 200  # of 48 bytes each, and all are there before the first is read
-        for number in range(count):
-            nodeid = side.nodes[number % FILES].nodeid
-            side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
-        errors = [(await side.receive())[0] for _ in range(count)]
-        assert errors == [0] * count
-        assert not (tmp_path / "journal").exists()
-        assert len(side.operations.handles.files) == count
+    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    count = 200  # of 48 bytes each, and all are there before the first is read
+    for number in range(count):
+        nodeid = side.nodes[number % FILES].nodeid
+        side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
+    errors = [(await side.receive())[0] for _ in range(count)]
+    assert errors == [0] * count
+    assert not (tmp_path / "journal").exists()
+    assert len(side.operations.handles.files) == count
 
 
 async def test_a_fault_in_what_is_taken_over_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one has it from the journal; trio would go on without it."""
     ended = []
@@ -327,60 +329,57 @@ async def test_a_fault_in_what_is_taken_over_ends_the_process(
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a fault")
 
-    async with one_side(tmp_path) as side:
-        was_opened = side.operations.opener.was_opened
-        side.operations.opener.was_opened = fails  # type: ignore[method-assign]
-        await side.opens(0)
-        await side.settled()
-        assert ended == [1]
-        side.operations.opener.was_opened = was_opened  # type: ignore[method-assign]
+    was_opened = side.operations.opener.was_opened
+    side.operations.opener.was_opened = fails  # type: ignore[method-assign]
+    await side.opens(0)
+    await side.settled()
+    assert ended == [1]
+    side.operations.opener.was_opened = was_opened  # type: ignore[method-assign]
 
 
-async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_tasks_have_their_turn(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is there to be answered."""
     monkeypatch.setattr(fast_path, "MOST_AT_ONCE", 16)
-    async with one_side(tmp_path) as side:
-        warm = side.session._warm
-        turns: list[int] = []
-        is_done = False
+    warm = side.session._warm
+    turns: list[int] = []
+    is_done = False
 
-        async def other() -> None:
-            while not is_done:
-                turns.append(warm.requests)
-                await trio.lowlevel.checkpoint()
+    async def other() -> None:
+        while not is_done:
+            turns.append(warm.requests)
+            await trio.lowlevel.checkpoint()
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(other)
-            for _ in range(5):
-                for _ in range(60):
-                    side.send(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
-                for _ in range(60):
-                    await side.receive()
-            is_done = True
-        most = max(after - before for before, after in itertools.pairwise(turns))
-        assert 0 < most <= 2 * 16  # trio takes tasks in any order, each once a round
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        for _ in range(5):
+            for _ in range(60):
+                side.send(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
+            for _ in range(60):
+                await side.receive()
+        is_done = True
+    most = max(after - before for before, after in itertools.pairwise(turns))
+    assert 0 < most <= 2 * 16  # trio takes tasks in any order, each once a round
 
 
-async def test_many_opens_at_once_are_all_taken(tmp_path: Path) -> None:
+async def test_many_opens_at_once_are_all_taken(side: Side) -> None:
     """More than are noted at a time, from a kernel that does not wait for replies."""
-    async with one_side(tmp_path) as side:
-        count = 3000
-        async with trio.open_nursery() as nursery:
+    count = 3000
+    async with trio.open_nursery() as nursery:
 
-            async def send() -> None:
-                for number in range(count):
-                    await trio.lowlevel.wait_writable(side._end)
-                    nodeid = side.nodes[number % FILES].nodeid
-                    side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
+        async def send() -> None:
+            for number in range(count):
+                await trio.lowlevel.wait_writable(side._end)
+                nodeid = side.nodes[number % FILES].nodeid
+                side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
 
-            nursery.start_soon(send)
-            for _ in range(count):
-                error, answer = await side.receive()
-                assert error == 0
-                side.open.append(protocol.OPEN_OUT.unpack_from(answer)[0])
-        await side.settled()
-        assert list(side.operations.handles.files) == side.open
-        assert len(set(side.open)) == count
+        nursery.start_soon(send)
+        for _ in range(count):
+            error, answer = await side.receive()
+            assert error == 0
+            side.open.append(protocol.OPEN_OUT.unpack_from(answer)[0])
+    await side.settled()
+    assert list(side.operations.handles.files) == side.open
+    assert len(set(side.open)) == count
 
 
 @pytest.mark.disk

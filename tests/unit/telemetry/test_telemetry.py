@@ -13,19 +13,7 @@ from fusefs.telemetry.histogram import REQUEST_BOUNDS, Histogram
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.s3_requests import RequestClock, S3Requests
 from fusefs.telemetry.stalls import Stalls, WaitCause, Work, current, served, unattended
-
-
-class Clock:
-    """A monotonic clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_s(self, seconds: float) -> None:
-        self.now += seconds
+from tests.support.clock import Clock
 
 
 @pytest.fixture

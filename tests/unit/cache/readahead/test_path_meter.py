@@ -6,19 +6,10 @@ from contextlib import ExitStack
 
 from fusefs.cache.readahead.demand import PERIOD_S, Demand
 from fusefs.cache.readahead.path_meter import GAIN, IDLE_S, LEAST_WIDTH, DownloadMeter, PathMeter
+from tests.support.clock import Clock
 
 MIB = 1 << 20
 PART = 8 * MIB
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class SimulatedPath:

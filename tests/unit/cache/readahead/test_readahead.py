@@ -174,42 +174,40 @@ def test_a_window_asks_for_each_byte_once_and_for_none_behind_the_end(
         assert seen.add(start, stop) == stop - start
 
 
-async def test_a_reader_goes_on_when_the_window_that_wanted_it_has_closed(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        big = version("big", 64 * MIB)
-        parts.bucket.hold()
-        file = parts.cache.pin(big)
-        window = Readahead(parts.downloader, file)
-        window.reads(0, MIB)
-        await eventually(lambda: bool(parts.bucket.running))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(check_read, parts, big, MIB, 2 * MIB)
-            await wait_all_tasks_blocked()
-            window.close()
-            parts.bucket.let_go()
-        parts.cache.unpin(file)
-        await parts.quiet()
-        assert not parts.bucket.overlapped
+async def test_a_reader_goes_on_when_the_window_that_wanted_it_has_closed(parts: Parts) -> None:
+    big = version("big", 64 * MIB)
+    parts.bucket.hold()
+    file = parts.cache.pin(big)
+    window = Readahead(parts.downloader, file)
+    window.reads(0, MIB)
+    await eventually(lambda: bool(parts.bucket.running))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(check_read, parts, big, MIB, 2 * MIB)
+        await wait_all_tasks_blocked()
+        window.close()
+        parts.bucket.let_go()
+    parts.cache.unpin(file)
+    await parts.quiet()
+    assert not parts.bucket.overlapped
 
 
 async def check_read(parts: Parts, big: ObjectVersion, start: int, stop: int) -> None:
     assert await parts.read(big, start, stop) == content(big)[start:stop]
 
 
-async def test_reading_in_order_never_asks_twice_for_what_is_under_way(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        big = version("big", 40 * MIB + 77)
-        file = parts.cache.pin(big)
-        window = Readahead(parts.downloader, file)
-        for at in range(0, big.size, MIB):
-            stop = min(at + MIB, big.size)
-            window.reads(at, stop)
-            await check_read(parts, big, at, stop)
-        window.close()
-        await parts.quiet()
-        parts.cache.unpin(file)
-        assert not parts.bucket.overlapped
-        assert sum(stop - start for _, start, stop in parts.bucket.requested) == big.size
+async def test_reading_in_order_never_asks_twice_for_what_is_under_way(parts: Parts) -> None:
+    big = version("big", 40 * MIB + 77)
+    file = parts.cache.pin(big)
+    window = Readahead(parts.downloader, file)
+    for at in range(0, big.size, MIB):
+        stop = min(at + MIB, big.size)
+        window.reads(at, stop)
+        await check_read(parts, big, at, stop)
+    window.close()
+    await parts.quiet()
+    parts.cache.unpin(file)
+    assert not parts.bucket.overlapped
+    assert sum(stop - start for _, start, stop in parts.bucket.requested) == big.size
 
 
 def test_several_stretches_of_one_handle_have_windows_of_their_own() -> None:
@@ -306,91 +304,83 @@ def shards(count: int) -> list[ObjectInfo]:
     return [ObjectInfo(f"d/{number:03}.tar", 128 * MIB, '"1"', 0) for number in range(count)]
 
 
-async def test_the_next_shard_is_begun_before_it_is_opened(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[1], 2 * PART + 5)
+async def test_the_next_shard_is_begun_before_it_is_opened(parts: Parts) -> None:
+    files = shards(5)
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    next_files.go_on("d/", files[1], 2 * PART + 5)
+    await parts.quiet()
+    assert sorted(parts.bucket.requested) == [
+        (files[2].key, 0, PART),
+        (files[2].key, PART, 2 * PART),
+    ]
+    next_files.close()
+
+
+async def test_little_is_fetched_of_the_next_file_before_a_guess_was_right(parts: Parts) -> None:
+    files = shards(5)
+    small = [ObjectInfo(info.key, 60 * MIB, info.etag, 0) for info in files]
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    next_files.go_on("d/", small[0], 8 * PART)
+    await parts.quiet()
+    assert not parts.bucket.requested
+    next_files.go_on("d/", files[0], 8 * PART)
+    await parts.quiet()
+    assert len(parts.bucket.requested) == 128 * MIB // 8 // PART
+    next_files.opened("d/", files[1].key, was_there=True)
+    next_files.go_on("d/", small[1], 2 * PART)
+    await parts.quiet()
+    assert (files[2].key, PART, 2 * PART) in parts.bucket.requested
+    next_files.close()
+
+
+async def test_a_shard_that_is_open_is_passed_over(parts: Parts) -> None:
+    files = shards(5)
+    read = parts.cache.pin(files[1].version)
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    next_files.go_on("d/", files[0], PART)
+    await parts.quiet()
+    assert requested_keys(parts) == {files[2].key}
+    parts.cache.unpin(read)
+    next_files.close()
+
+
+async def test_the_last_shard_has_none_behind_it(parts: Parts) -> None:
+    files = shards(5)
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    next_files.go_on("d/", files[-1], PART)
+    await parts.quiet()
+    assert not parts.bucket.requested
+
+
+async def test_wrong_guesses_of_the_next_shard_end_the_guessing(parts: Parts) -> None:
+    files = shards(20)
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    next_files.go_on("d/", files[1], PART)
+    for info in files[10:13]:
+        next_files.opened("d/", info.key, was_there=False)
+    next_files.go_on("d/", files[5], PART)
+    await parts.quiet()
+    assert requested_keys(parts) == {files[2].key}
+    next_files.close()
+
+
+async def test_a_shard_that_was_begun_is_fetched_on_as_its_reader_comes_near(parts: Parts) -> None:
+    files = shards(5)
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    for count in (1, 1, 2):
+        next_files.go_on("d/", files[1], count * PART)
         await parts.quiet()
-        assert sorted(parts.bucket.requested) == [
-            (files[2].key, 0, PART),
-            (files[2].key, PART, 2 * PART),
-        ]
-        next_files.close()
-
-
-async def test_little_is_fetched_of_the_next_file_before_a_guess_was_right(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        small = [ObjectInfo(info.key, 60 * MIB, info.etag, 0) for info in files]
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", small[0], 8 * PART)
-        await parts.quiet()
-        assert not parts.bucket.requested
-        next_files.go_on("d/", files[0], 8 * PART)
-        await parts.quiet()
-        assert len(parts.bucket.requested) == 128 * MIB // 8 // PART
-        next_files.opened("d/", files[1].key, was_there=True)
-        next_files.go_on("d/", small[1], 2 * PART)
-        await parts.quiet()
-        assert (files[2].key, PART, 2 * PART) in parts.bucket.requested
-        next_files.close()
-
-
-async def test_a_shard_that_is_open_is_passed_over(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        read = parts.cache.pin(files[1].version)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[0], PART)
-        await parts.quiet()
-        assert requested_keys(parts) == {files[2].key}
-        parts.cache.unpin(read)
-        next_files.close()
-
-
-async def test_the_last_shard_has_none_behind_it(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[-1], PART)
-        await parts.quiet()
-        assert not parts.bucket.requested
-
-
-async def test_wrong_guesses_of_the_next_shard_end_the_guessing(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(20)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[1], PART)
-        for info in files[10:13]:
-            next_files.opened("d/", info.key, was_there=False)
-        next_files.go_on("d/", files[5], PART)
-        await parts.quiet()
-        assert requested_keys(parts) == {files[2].key}
-        next_files.close()
-
-
-async def test_a_shard_that_was_begun_is_fetched_on_as_its_reader_comes_near(
-    tmp_path: Path,
-) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(5)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        for count in (1, 1, 2):
-            next_files.go_on("d/", files[1], count * PART)
-            await parts.quiet()
-        assert sorted(parts.bucket.requested) == [
-            (files[2].key, 0, PART),
-            (files[2].key, PART, 2 * PART),
-        ]
-        # Another reader gets another file, and one that was opened has no second.
-        next_files.go_on("d/", files[0], PART)
-        next_files.opened("d/", files[2].key, was_there=True)
-        next_files.go_on("d/", files[1], 2 * PART)
-        await parts.quiet()
-        assert requested_keys(parts) == {files[1].key, files[2].key}
-        next_files.close()
+    assert sorted(parts.bucket.requested) == [
+        (files[2].key, 0, PART),
+        (files[2].key, PART, 2 * PART),
+    ]
+    # Another reader gets another file, and one that was opened has no second.
+    next_files.go_on("d/", files[0], PART)
+    next_files.opened("d/", files[2].key, was_there=True)
+    next_files.go_on("d/", files[1], 2 * PART)
+    await parts.quiet()
+    assert requested_keys(parts) == {files[1].key, files[2].key}
+    next_files.close()
 
 
 async def test_opening_a_shard_goes_on_with_what_is_under_way(tmp_path: Path) -> None:
@@ -405,15 +395,14 @@ async def test_opening_a_shard_goes_on_with_what_is_under_way(tmp_path: Path) ->
         assert parts.bucket.running == [(files[2].key, 0, PART)]
 
 
-async def test_guesses_that_were_wrong_are_tried_again_after_a_while(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = shards(60)
-        next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-        next_files.go_on("d/", files[1], PART)
-        for info in files[50:53]:
-            next_files.opened("d/", info.key, was_there=False)
-        for info in files[5:30]:
-            next_files.go_on("d/", info, PART)
-        await parts.quiet()
-        assert 2 <= len(requested_keys(parts)) <= 5
-        next_files.close()
+async def test_guesses_that_were_wrong_are_tried_again_after_a_while(parts: Parts) -> None:
+    files = shards(60)
+    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
+    next_files.go_on("d/", files[1], PART)
+    for info in files[50:53]:
+        next_files.opened("d/", info.key, was_there=False)
+    for info in files[5:30]:
+        next_files.go_on("d/", info, PART)
+    await parts.quiet()
+    assert 2 <= len(requested_keys(parts)) <= 5
+    next_files.close()

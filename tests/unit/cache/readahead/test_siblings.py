@@ -22,7 +22,7 @@ from fusefs.cache.readahead.siblings import (
     Siblings,
 )
 from fusefs.store.interface import ObjectInfo
-from tests.support.local_cache import OneFolder, cache_in, held, requested_keys, version
+from tests.support.local_cache import OneFolder, Parts, cache_in, held, requested_keys, version
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -78,27 +78,25 @@ async def test_siblings_wait_where_many_readers_wait(
         siblings.close()
 
 
-async def test_siblings_are_bounded_by_how_many_were_opened(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        others = [ObjectInfo(f"d/{number}-", 1000, '"1"', 0) for number in range(10)]
-        siblings = Siblings(parts.downloader, parts.cache, OneFolder(infos(500)))
-        for info in others:
-            siblings.opened("d/", info, was_there=False)
-        await eventually(lambda: len(requested_keys(parts)) == 10 * UNREAD_EACH)
-        await parts.quiet()
-        assert len(requested_keys(parts)) == 10 * UNREAD_EACH
-        siblings.close()
+async def test_siblings_are_bounded_by_how_many_were_opened(parts: Parts) -> None:
+    others = [ObjectInfo(f"d/{number}-", 1000, '"1"', 0) for number in range(10)]
+    siblings = Siblings(parts.downloader, parts.cache, OneFolder(infos(500)))
+    for info in others:
+        siblings.opened("d/", info, was_there=False)
+    await eventually(lambda: len(requested_keys(parts)) == 10 * UNREAD_EACH)
+    await parts.quiet()
+    assert len(requested_keys(parts)) == 10 * UNREAD_EACH
+    siblings.close()
 
 
-async def test_siblings_behind_the_reader_come_first(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        files = infos(200)
-        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
-        for info in files[100 : 100 + FOLDER_AFTER]:
-            siblings.opened("d/", info, was_there=False)
-        following = files[100 + FOLDER_AFTER :][: UNREAD_EACH * FOLDER_AFTER]
-        await eventually(lambda: requested_keys(parts) == {info.key for info in following})
-        siblings.close()
+async def test_siblings_behind_the_reader_come_first(parts: Parts) -> None:
+    files = infos(200)
+    siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
+    for info in files[100 : 100 + FOLDER_AFTER]:
+        siblings.opened("d/", info, was_there=False)
+    following = files[100 + FOLDER_AFTER :][: UNREAD_EACH * FOLDER_AFTER]
+    await eventually(lambda: requested_keys(parts) == {info.key for info in following})
+    siblings.close()
 
 
 async def test_as_many_siblings_are_under_way_as_the_distance_calls_for(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ async def test_as_many_siblings_are_under_way_as_the_distance_calls_for(tmp_path
         siblings.close()
 
 
-async def test_a_folder_that_was_fetched_whole_begins_the_next_one(tmp_path: Path) -> None:
+async def test_a_folder_that_was_fetched_whole_begins_the_next_one(parts: Parts) -> None:
     class TwoFolders(OneFolder):
         def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
             for info in super().files(prefix, behind):
@@ -124,14 +122,13 @@ async def test_a_folder_that_was_fetched_whole_begins_the_next_one(tmp_path: Pat
         def next_folder(self, prefix: str) -> str | None:
             return "e/" if prefix == "d/" else None
 
-    async with cache_in(tmp_path) as parts:
-        files = infos(20)
-        siblings = Siblings(parts.downloader, parts.cache, TwoFolders(files))
-        for info in files:
-            siblings.opened("d/", info, was_there=False)
-            await parts.quiet()
-        await eventually(lambda: any(key.startswith("e/") for key in requested_keys(parts)))
-        siblings.close()
+    files = infos(20)
+    siblings = Siblings(parts.downloader, parts.cache, TwoFolders(files))
+    for info in files:
+        siblings.opened("d/", info, was_there=False)
+        await parts.quiet()
+    await eventually(lambda: any(key.startswith("e/") for key in requested_keys(parts)))
+    siblings.close()
 
 
 async def test_files_without_room_are_next_without_a_chain_of_them(tmp_path: Path) -> None:
@@ -195,19 +192,18 @@ async def test_many_folders_that_had_to_wait_are_not_looked_through_at_once(tmp_
         siblings.close()
 
 
-async def test_closed_siblings_end_their_downloads(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        parts.bucket.hold()
-        files = infos(50)
-        siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
-        for info in files[:FOLDER_AFTER]:
-            siblings.opened("d/", info, was_there=False)
-        await eventually(lambda: bool(parts.bucket.running))
-        siblings.close()
-        await parts.quiet()
-        assert parts.quota.reserved == 0
-        assert parts.files() == []
-        assert len(parts.cache) == 0
+async def test_closed_siblings_end_their_downloads(parts: Parts) -> None:
+    parts.bucket.hold()
+    files = infos(50)
+    siblings = Siblings(parts.downloader, parts.cache, OneFolder(files))
+    for info in files[:FOLDER_AFTER]:
+        siblings.opened("d/", info, was_there=False)
+    await eventually(lambda: bool(parts.bucket.running))
+    siblings.close()
+    await parts.quiet()
+    assert parts.quota.reserved == 0
+    assert parts.files() == []
+    assert len(parts.cache) == 0
 
 
 async def test_siblings_that_were_evicted_unread_make_room_for_others(

@@ -19,13 +19,10 @@ from fusefs.store.interface import ObjectInfo
 from tests.support.local_cache import (
     FRESH,
     LIST,
-    NO_ATTRIBUTES,
     WideBucket,
     cache_in,
-    copies_of,
     info,
     jobs_in,
-    warmer_of,
 )
 from tests.support.semantics import states
 from tests.support.waiting import eventually
@@ -41,15 +38,11 @@ async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_reco
 ) -> None:
     bucket = WideBucket(["a"])
     bucket.before = faulty
-    async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
-        warmer = warmer_of(parts, tmp_path)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(warmer.run, FRESH, None)
-            job = await warmer.start(JobSpec("a"))
-            await job.ended.wait()
-            assert "fault" in (job.why or "")
-            await eventually(lambda: warmer._record.read_text() == "[]")
-            nursery.cancel_scope.cancel()
+    async with jobs_in(tmp_path, bucket) as jobs:
+        job = await jobs.warmer.start(JobSpec("a"))
+        await job.ended.wait()
+        assert "fault" in (job.why or "")
+        await eventually(lambda: jobs.warmer._record.read_text() == "[]")
 
 
 async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
@@ -57,20 +50,17 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
 ) -> None:
     keys = ["dir/a", "dir/b"]
     bucket = WideBucket(keys)
-    async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
-        warmer = warmer_of(parts, tmp_path)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
-            bucket.hold()
-            job = await warmer.start(JobSpec("dir", is_pinned=True))
-            now = time.time()
-            monkeypatch.setattr(time, "time", lambda: now - 100)
-            bucket.let_go()
-            await job.ended.wait()
-            assert (job.why, job.done_files) == (None, 2)
-            names = {parts.cache.name_of(info(key).version) for key in keys}
-            assert parts.cache._catalog.retained_of(names) == names
-            nursery.cancel_scope.cancel()
+    async with jobs_in(tmp_path, bucket) as jobs:
+        bucket.hold()
+        job = await jobs.warmer.start(JobSpec("dir", is_pinned=True))
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now - 100)
+        bucket.let_go()
+        await job.ended.wait()
+        assert (job.why, job.done_files) == (None, 2)
+        cache = jobs.parts.cache
+        names = {cache.name_of(info(key).version) for key in keys}
+        assert cache._catalog.retained_of(names) == names
 
 
 async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_again(
@@ -78,8 +68,8 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
 ) -> None:
     keys = ["dir/a", "dir/b"]
     bucket = WideBucket(keys)
-    directory = tmp_path / "cache"
-    async with cache_in(directory, bucket=bucket) as parts, cache_in(directory) as other:
+    async with jobs_in(tmp_path, bucket) as jobs, cache_in(tmp_path / "cache") as other:
+        parts = jobs.parts
         for key in keys:
             await parts.fetch(info(key).version)
         await parts.cache.record()
@@ -89,33 +79,25 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
         assert await other.evictor.drop(file)
         await parts.cache.record()
         bucket.requested.clear()
-        async with trio.open_nursery() as nursery:
-            copies = copies_of(parts, nursery)
-            shown = copies.job("dir", is_new=True)
-            await eventually(lambda: shown.has_ended)
-            assert (shown.counts["files"], shown.counts["local_files"]) == (2, 1)
-            warmer = warmer_of(parts, tmp_path)
-            nursery.start_soon(warmer.run, FRESH, NO_ATTRIBUTES)
-            job = await warmer.start(JobSpec("dir"))
-            await job.ended.wait()
-            assert (job.done_files, job.fetched_bytes) == (2, 1)
-            assert bucket.requested == [("dir/a", 0, 1)]
-            nursery.cancel_scope.cancel()
+        shown = jobs.copies.job("dir", is_new=True)
+        await eventually(lambda: shown.has_ended)
+        assert (shown.counts["files"], shown.counts["local_files"]) == (2, 1)
+        job = await jobs.warmer.start(JobSpec("dir"))
+        await job.ended.wait()
+        assert (job.done_files, job.fetched_bytes) == (2, 1)
+        assert bucket.requested == [("dir/a", 0, 1)]
 
 
 async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: Path) -> None:
     bucket = WideBucket(["dir/a", "dir/b"])
-    directory = tmp_path / "cache"
-    async with cache_in(directory, bucket=bucket) as parts, cache_in(directory) as other:
+    async with jobs_in(tmp_path, bucket) as jobs, cache_in(tmp_path / "cache") as other:
         for key in bucket.keys:
-            await parts.fetch(info(key).version)
-        await parts.cache.record()
+            await jobs.parts.fetch(info(key).version)
+        await jobs.parts.cache.record()
         held = other.cache.pin(info("dir/a").version)
         assert await other.cache.ensure_open(held)
-        async with trio.open_nursery() as nursery:
-            copies = copies_of(parts, nursery)
-            job = copies.job("dir", is_new=True, drops=True)
-            await eventually(lambda: job.has_ended)
+        job = jobs.copies.job("dir", is_new=True, drops=True)
+        await eventually(lambda: job.has_ended)
         assert (job.counts["dropped_files"], job.counts["in_use_files"]) == (1, 1)
         assert job.in_use == ["dir/a"]
         other.cache.unpin(held)
@@ -146,9 +128,8 @@ async def test_an_empty_file_is_as_local_as_any_that_was_fetched(tmp_path: Path)
 async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Path) -> None:
     bucket = WideBucket(["a"])
     bucket.before = faulty
-    async with cache_in(tmp_path / "cache", bucket=bucket) as parts, trio.open_nursery() as nursery:
-        copies = copies_of(parts, nursery)
-        job = copies.job("a", is_new=True)
+    async with jobs_in(tmp_path, bucket) as jobs:
+        job = jobs.copies.job("a", is_new=True)
         await eventually(lambda: job.has_ended)
         assert "fault" in (job.why or "")
 
