@@ -80,6 +80,9 @@ class MemoryStore:
         """What there is, without the markers of directories."""
         return {key: one.data for key, one in self.objects.items() if not key.endswith("/")}
 
+    def metadata(self, key: str) -> dict[str, str]:
+        return dict(self.objects[key].info.metadata or {})
+
     def count(self, *what: str) -> int:
         return sum(kind in what for kind, _ in self.requests)
 

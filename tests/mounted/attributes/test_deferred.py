@@ -14,8 +14,6 @@ import trio
 
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S
-from fusefs.posix.restore import leftovers as recovery
-from fusefs.posix.types import NewAttributes
 from fusefs.posix.write.staging import SOURCE
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
@@ -41,31 +39,15 @@ async def next_mount(mount: MortalMount) -> AsyncIterator[Process]:
     """A mount after a restart of the machine, which sends what it has found when it ends."""
     mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         yield process
         await process.writer.deferred.drain()
 
 
-def fail_at(mount: MortalMount, operation: str) -> None:
-    """Have requests of a kind fail from now on."""
-
-    mount.store.before = failing(StoreError("not now"), operation)
-
-
-def succeed(mount: MortalMount) -> None:
-    mount.store.before = mount.store.after = lambda _what, _key: None
-
-
-async def set_on(process: Process, path: str, **new: int) -> None:
-    inode = await process.node(path)
-    await process.operations.mutations.setattr(inode.nodeid, NewAttributes(**new))
-
-
 async def describe(process: Process, path: str) -> None:
     """As tar and rsync do after a close."""
-    await set_on(process, path, mtime_ns=TIME_NS)
-    await set_on(process, path, uid=3, gid=4)
-    await set_on(process, path, mode=0o600)
+    await process.set_attributes(path, mtime_ns=TIME_NS)
+    await process.set_attributes(path, uid=3, gid=4)
+    await process.set_attributes(path, mode=0o600)
     assert await shown(process, path) == (0o600, 3, 4, TIME_NS)
 
 
@@ -75,12 +57,8 @@ async def shown(process: Process, path: str) -> tuple[int, int, int, int]:
     return (stat.S_IMODE(attributes.mode), attributes.uid, attributes.gid, attributes.mtime_ns)
 
 
-def metadata_of(mount: MortalMount, key: str) -> dict[str, str]:
-    return dict(mount.store.objects[key].info.metadata or {})
-
-
 def check(mount: MortalMount, key: str) -> None:
-    kept = metadata_of(mount, key)
+    kept = mount.store.metadata(key)
     assert (kept["mode"], kept["uid"], kept["gid"]) == (MODE, "3", "4")
     assert kept["mtime"] == "1000000000.000000007"
 
@@ -93,7 +71,7 @@ async def test_what_is_changed_together_is_sent_together(mount: MortalMount) -> 
         assert mount.store.count("COPY") == 1
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
     check(mount, "file")
-    assert metadata_of(mount, "file")["note"] == "kept"
+    assert mount.store.metadata("file")["note"] == "kept"
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -120,14 +98,14 @@ async def test_a_rename_takes_along_what_is_changed_while_they_are_sent(mount: M
     """Though the object that was sent is another version than the one that was to be renamed."""
     held = HeldCopies(mount.store)
     async with mount.serving() as process, trio.open_nursery() as nursery:
-        await set_on(process, "file", mode=0o640)
+        await process.set_attributes("file", mode=0o640)
         process.writer.deferred.hurry("file")
         await held.is_made.wait()
-        await set_on(process, "file", mode=0o600)
+        await process.set_attributes("file", mode=0o600)
         nursery.start_soon(process.rename, "file", "new")
         await trio.testing.wait_all_tasks_blocked()
         held.answer.set()
-    assert metadata_of(mount, "new")["mode"] == MODE
+    assert mount.store.metadata("new")["mode"] == MODE
     assert mount.store.contents() == {"new": b"content"}
 
 
@@ -139,7 +117,7 @@ async def test_an_edit_takes_them_along(mount: MortalMount) -> None:
         await process.close(fh)
         await process.writer.deferred.drain()
         assert (await shown(process, "file"))[:3] == (0o600, 3, 4)
-    assert (metadata_of(mount, "file")["mode"], mount.store.count("COPY")) == (MODE, 0)
+    assert (mount.store.metadata("file")["mode"], mount.store.count("COPY")) == (MODE, 0)
     assert mount.store.contents() == {"file": b"Content"}
 
 
@@ -160,7 +138,7 @@ async def test_what_is_made_anew_under_the_name_has_its_own(mount: MortalMount) 
         await process.save("file", b"content")
         await process.writer.deferred.drain()
         assert (await shown(process, "file"))[0] == 0o644
-    assert (metadata_of(mount, "file")["mode"], mount.store.count("COPY")) == (
+    assert (mount.store.metadata("file")["mode"], mount.store.count("COPY")) == (
         str(stat.S_IFREG | 0o644),
         0,
     )
@@ -179,7 +157,7 @@ async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMou
 
         mount.store.before = change_again
         await process.writer.deferred.flush("file")
-    assert (metadata_of(mount, "file")["uid"], mount.store.count("COPY")) == ("5", 2)
+    assert (mount.store.metadata("file")["uid"], mount.store.count("COPY")) == ("5", 2)
 
 
 async def test_a_name_that_the_kernel_has_forgotten_shows_them(mount: MortalMount) -> None:
@@ -206,8 +184,6 @@ async def test_a_process_that_was_killed_loses_none(
     if is_mounted_anew:
         mount.reboot()
     async with mount.serving() as process:
-        if is_mounted_anew:
-            recovery.adopt(process.writer)
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
     check(mount, "file")
@@ -223,7 +199,6 @@ async def test_what_no_bucket_is_known_of_is_left_alone_and_reported(
     (directory / SOURCE).unlink()
     mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         assert f"{directory} has ['attributes'], which no mount sends" in caplog.text
         (directory / SOURCE).write_text(process.writer.staging.source)
     async with next_mount(mount):
@@ -243,16 +218,16 @@ async def test_what_is_changed_of_an_open_file_is_sent_by_the_next_mount(
         if is_written:
             await process.write(fh, 0, b"another")
         set_ns = time.time_ns() if time_ns is None else time_ns
-        await set_on(process, "file", mode=0o600, uid=3, mtime_ns=set_ns)
+        await process.set_attributes("file", mode=0o600, uid=3, mtime_ns=set_ns)
     async with next_mount(mount) as process:
         expected_ns = before_ns if is_written else set_ns
         assert await shown(process, "file") == (0o600, 3, 0, expected_ns)
         await process.writer.deferred.drain()
-        assert metadata_of(mount, "file")["mode"] == MODE
-        await set_on(process, "file", mode=0o640)
+        assert mount.store.metadata("file")["mode"] == MODE
+        await process.set_attributes("file", mode=0o640)
     async with next_mount(mount):
         pass
-    assert metadata_of(mount, "file")["mode"] == str(stat.S_IFREG | 0o640)
+    assert mount.store.metadata("file")["mode"] == str(stat.S_IFREG | 0o640)
     assert mount.store.contents()["file"] == b"content"
     left = [path for path in (mount.directory / "staging").rglob("[0-9]*") if path.is_file()]
     contents = [path.read_bytes() for path in left if path.suffix != ".json"]
@@ -264,14 +239,11 @@ async def test_what_is_changed_of_an_open_file_is_sent_by_the_next_mount(
 async def test_a_process_that_was_killed_while_sending_loses_none(
     mount: MortalMount, *, is_done: bool
 ) -> None:
-    try:
-        async with mount.serving() as process:
-            await describe(process, "file")
-            setattr(mount.store, "after" if is_done else "before", failing(DiedError, "COPY"))
-            await process.writer.deferred.drain()
-    except* DiedError:
-        pass
-    succeed(mount)
+    async with mount.killed() as process:
+        await describe(process, "file")
+        setattr(mount.store, "after" if is_done else "before", failing(DiedError, "COPY"))
+        await process.writer.deferred.drain()
+    mount.store.heal()
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
@@ -284,20 +256,16 @@ async def test_what_is_changed_while_a_process_is_killed_over_an_answer_is_sent(
 ) -> None:
     """The object is another version by then, which the next process knows for its forerunner's."""
     held = HeldCopies(mount.store)
-    try:
-        async with mount.serving() as process:
-            await set_on(process, "file", mode=0o640)
-            process.writer.deferred.hurry("file")
-            await held.is_made.wait()
-            await set_on(process, "file", mode=0o600)
-            raise DiedError
-    except* DiedError:
-        pass
+    async with mount.killed() as process:
+        await process.set_attributes("file", mode=0o640)
+        process.writer.deferred.hurry("file")
+        await held.is_made.wait()
+        await process.set_attributes("file", mode=0o600)
     held.holds = False
     async with next_mount(mount) as process:
         if is_renamed:
             await process.rename("file", "new")
-    assert metadata_of(mount, "new" if is_renamed else "file")["mode"] == MODE
+    assert mount.store.metadata("new" if is_renamed else "file")["mode"] == MODE
 
 
 async def test_what_is_changed_after_a_request_without_an_answer_is_sent(
@@ -314,37 +282,37 @@ async def test_what_is_changed_after_a_request_without_an_answer_is_sent(
         deferred = process.writer.deferred
         mount.store.copy = fail  # type: ignore[method-assign]
         for mode in (0o604, 0o640):
-            await set_on(process, "file", mode=mode)
+            await process.set_attributes("file", mode=mode)
             with pytest.raises(StoreError, match="no answer"):
                 await deferred.flush("file")
         mount.store.copy = copy  # type: ignore[method-assign]
-        await set_on(process, "file", mode=0o600)
+        await process.set_attributes("file", mode=0o600)
         await deferred.flush("file")
-    assert metadata_of(mount, "file")["mode"] == MODE
+    assert mount.store.metadata("file")["mode"] == MODE
 
 
 async def test_what_somebody_else_has_replaced_is_given_up(mount: MortalMount) -> None:
     """Also after a request without an answer."""
     async with mount.serving() as process:
         await describe(process, "file")
-        fail_at(mount, "COPY")
+        mount.store.before = failing(StoreError("not now"), "COPY")
         with pytest.raises(StoreError, match="not now"):
             await process.writer.deferred.flush("file")
-        succeed(mount)
+        mount.store.heal()
         mount.store.put("file", b"somebody else's", mode="theirs")
         await process.writer.deferred.flush("file")
         assert len(process.writer.deferred) == 0
-    assert metadata_of(mount, "file")["mode"] == "theirs"
+    assert mount.store.metadata("file")["mode"] == "theirs"
 
 
 @pytest.mark.parametrize("operation", ["COPY", "DELETE"])
 async def test_a_rename_that_fails_loses_none(mount: MortalMount, operation: str) -> None:
     async with mount.serving() as process:
         await describe(process, "file")
-        fail_at(mount, operation)
+        mount.store.before = failing(StoreError("not now"), operation)
         with pytest.raises(StoreError, match="not now"):
             await process.rename("file", "new")
-        succeed(mount)
+        mount.store.heal()
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
     check(mount, "file")
@@ -353,21 +321,18 @@ async def test_a_rename_that_fails_loses_none(mount: MortalMount, operation: str
 async def test_a_process_that_was_killed_in_a_rename_loses_none(mount: MortalMount) -> None:
     """Though nothing else was left to be sent meanwhile, and the record was written anew."""
     mount.store.put("other", b"content", mode=str(stat.S_IFREG | 0o644), note="kept")
-    try:
-        async with mount.serving() as process:
-            await describe(process, "file")
-            await describe(process, "other")
+    async with mount.killed() as process:
+        await describe(process, "file")
+        await describe(process, "other")
 
-            def die(what: str, key: str) -> None:
-                if (what, key) == ("COPY", "new"):
-                    process.writer.deferred.drop("other")
-                    raise DiedError
+        def die(what: str, key: str) -> None:
+            if (what, key) == ("COPY", "new"):
+                process.writer.deferred.drop("other")
+                raise DiedError
 
-            mount.store.before = die
-            await process.rename("file", "new")
-    except* DiedError:
-        pass
-    succeed(mount)
+        mount.store.before = die
+        await process.rename("file", "new")
+    mount.store.heal()
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.rename("file", "new")
@@ -377,13 +342,13 @@ async def test_a_process_that_was_killed_in_a_rename_loses_none(mount: MortalMou
 
 async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> None:
     async with mount.serving() as process:
-        fail_at(mount, "COPY")
+        mount.store.before = failing(StoreError("not now"), "COPY")
         await describe(process, "file")
         with pytest.raises(StoreError, match="not now"):
             await process.writer.deferred.flush("file")
         (waiting,) = process.writer.backlog.unsent("")
         assert process.writer.backlog.state(waiting) == "failed"
-        succeed(mount)
+        mount.store.heal()
         await process.writer.deferred.flush("file")
         assert process.writer.backlog.unsent("") == []
     check(mount, "file")
@@ -449,11 +414,11 @@ async def test_what_a_full_disk_does_not_take_with_a_rename_is_sent_at_once(
 
         mount.store.before = fill_and_change_again
         await process.rename("file", "new")
-        succeed(mount)
+        mount.store.heal()
         now = trio.current_time()
         assert all(waiting.due <= now for waiting in process.writer.deferred.pending("new"))
         await process.writer.deferred.drain()
-    assert metadata_of(mount, "new")["uid"] == "5"
+    assert mount.store.metadata("new")["uid"] == "5"
 
 
 async def test_a_full_disk_ends_no_take_over(

@@ -276,16 +276,13 @@ async def test_a_program_that_closes_it_after_the_killed_one_decides_under_the_n
     mount = MortalMount(tmp_path / "mount")
     mount.store.put("old", OLD)
 
-    try:
-        async with mount.serving() as process:
-            mount.store.before = failing(DiedError, "PUT")
-            handles = [await process.open("old", os.O_RDWR) for _ in range(2)]
-            await process.write(handles[0], 0, NEW)
-            await flush(process, handles[0], was_killed=True)
-            await flush(process, handles[1], was_killed=False)
-    except* DiedError:
-        pass
-    mount.store.before = lambda _what, _key: None
+    async with mount.killed() as process:
+        mount.store.before = failing(DiedError, "PUT")
+        handles = [await process.open("old", os.O_RDWR) for _ in range(2)]
+        await process.write(handles[0], 0, NEW)
+        await flush(process, handles[0], was_killed=True)
+        await flush(process, handles[1], was_killed=False)
+    mount.store.heal()
     async with mount.serving() as process:
         for fh in handles:
             process.operations.release(fh)

@@ -30,6 +30,7 @@ from fusefs.posix.nodes.handles import HandleTable
 from fusefs.posix.nodes.inode_table import Attributes, Inode, InodeTable, Ownership
 from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.operations import Operations
+from fusefs.posix.restore import leftovers
 from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.types import Caller, NameKind, NewAttributes
 from fusefs.posix.write.aborts import PendingAborts
@@ -80,6 +81,7 @@ class Process:
 
     def __init__(self, operations: Operations, uniques: Iterable[int], store: MemoryStore) -> None:
         self.operations = operations
+        self.adopted = 0  # files that earlier mounts have left
         self.store = store
         self.changes = operations.mutations.changes
         self.writer = operations.mutations.writer
@@ -151,6 +153,12 @@ class Process:
     async def save(self, path: str, data: bytes) -> None:
         """A new file, written and closed."""
         await self.close(await self.create(path, data))
+
+    async def overwrite(self, path: str, data: bytes) -> None:
+        """Give a file another content, as `open(path, "wb")` does."""
+        fh = await self.open(path, os.O_WRONLY | os.O_TRUNC)
+        await self.write(fh, 0, data)
+        await self.close(fh)
 
     async def set_attributes(self, file: str | Inode, **new: int) -> None:
         """Change attributes of a path or of a node; they have the names of `NewAttributes`."""
@@ -231,6 +239,16 @@ class MortalMount:
         self._mounted_ns += 1
 
     @asynccontextmanager
+    async def killed(self, **rules: Any) -> AsyncIterator[Process]:
+        """As `serving`, of a process that is killed where `DiedError` is raised, or at the end."""
+        try:
+            async with self.serving(**rules) as process:
+                yield process
+                raise DiedError
+        except* DiedError:
+            pass
+
+    @asynccontextmanager
     async def serving(self, **rules: Any) -> AsyncIterator[Process]:
         """A process: the first of a mount, or the next one of it."""
         self.directory.mkdir(exist_ok=True)
@@ -267,13 +285,15 @@ class MortalMount:
                     mount_state, self._writing(nursery, cache, WriteRules(**rules))
                 )
                 ended.callback(os.close, operations.mutations.writer.empties.fd)
+                process = Process(operations, self._uniques, self.store)
                 if state is not None:
                     await restore(operations, state, {})
                 else:
                     operations.log_table(journal)
+                    process.adopted = leftovers.adopt(process.writer)
                 nursery.start_soon(operations.mutations.changes.run)
                 try:
-                    yield Process(operations, self._uniques, self.store)
+                    yield process
                 finally:
                     journal.close(remove=False)
                     nursery.cancel_scope.cancel()

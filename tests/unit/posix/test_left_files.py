@@ -10,7 +10,6 @@ import trio.testing
 from trio.testing import MockClock
 
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
@@ -63,30 +62,32 @@ async def test_a_mount_that_is_killed_while_it_takes_up_a_file_leaves_it_once(
     with monkeypatch.context() as patch:
         patch.setattr(owner, step, die)
         try:
-            async with mount.serving() as process:
-                recovery.adopt(process.writer)
+            async with mount.serving():
+                pass
         except* DiedError:
             pass
     mount.reboot()
     async with mount.serving() as process:
-        assert recovery.adopt(process.writer) == 1
+        assert process.adopted == 1
         await upload_all(process)
         assert mount.store.contents() == {"file": bytes(size)}
         await process.unlink("file")
     mount.reboot()
     async with mount.serving() as process:
-        assert recovery.adopt(process.writer) == 0
+        assert process.adopted == 0
         assert await process.listing() == []
     own = mount.directory / "staging" / "4"
     assert [path.name for path in own.parent.rglob("*")] == ["4", "source"]
 
 
 async def test_what_was_written_last_under_a_name_is_taken_up(mount: MortalMount) -> None:
-    await left_by_a_mount(mount, file=b"old")
-    await left_by_a_mount(mount, file=b"new")
+    let_upload(mount, may=False)
+    async with mount.serving() as process:
+        await leave(process, "file", b"old")
+        mount.reboot()
+        await left_by_a_mount(mount, file=b"new")
     for _ in range(2):
         async with mount.serving() as process:
-            recovery.adopt(process.writer)
             await upload_all(process)
         mount.reboot()
         assert mount.store.contents() == {"file": b"new"}
@@ -104,11 +105,11 @@ async def test_what_the_bucket_had_before_it_was_written_anew_is_not_kept(
         await process.close(fh)
         await process.set_attributes("file", mode=0o600)
         assert (await process.node("file")).staged.is_closed
-    mount.store.objects.clear()
-    mount.reboot()
-    await left_by_a_mount(mount, file=b"new")
+        mount.store.objects.clear()
+        mount.reboot()
+        await left_by_a_mount(mount, file=b"new")
     async with mount.serving() as process:
-        assert recovery.adopt(process.writer) == 1
+        assert process.adopted == 1
         await upload_all(process)
     assert mount.store.contents() == {"file": b"new"}
     assert not list(mount.directory.glob("staging/*/replaced-*"))
@@ -121,14 +122,14 @@ async def test_a_mount_of_another_prefix_leaves_them_to_one_of_theirs(
     await left_by_a_mount(mount, **{"a/file": b"a", "file": b"b"})
     mount.prefix = "a/"
     async with mount.serving() as process:
-        assert recovery.adopt(process.writer) == 1
+        assert process.adopted == 1
         await upload_all(process)
     assert mount.store.contents() == {"a/file": b"a"}
     assert "file waits in" in caplog.text
     mount.prefix = ""
     mount.reboot()
     async with mount.serving() as process:
-        assert recovery.adopt(process.writer) == 1
+        assert process.adopted == 1
         await upload_all(process)
     assert mount.store.contents() == {"a/file": b"a", "file": b"b"}
 
@@ -150,22 +151,16 @@ async def test_a_file_that_is_renamed_over_another_leaves_one_of_both(
         record(staging, staged)
 
     let_upload(mount, may=False)
-    try:
-        async with mount.serving() as process:
-            await leave(process, "new", b"new")
-            await leave(process, "file", b"old")
-            monkeypatch.setattr(Staging, "record", die)
-            await process.rename("new", "file")
-            raise DiedError
-    except* DiedError:
-        pass
+    async with mount.killed() as process:
+        await leave(process, "new", b"new")
+        await leave(process, "file", b"old")
+        monkeypatch.setattr(Staging, "record", die)
+        await process.rename("new", "file")
     monkeypatch.undo()
     let_upload(mount, may=True)
     if is_mounted_anew:
         mount.reboot()
     async with mount.serving() as process:
-        if is_mounted_anew:
-            recovery.adopt(process.writer)
         listed = await process.listing()
         await upload_all(process)
         assert await process.listing() == listed
@@ -199,7 +194,6 @@ async def test_a_full_disk_keeps_no_file_from_being_replaced(
     let_upload(mount, may=True)
     mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         await upload_all(process)
         assert await process.load("file") == b"other"
     assert mount.store.contents()["file"] == b"other"

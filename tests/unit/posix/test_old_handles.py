@@ -32,13 +32,6 @@ async def opened(process: Process, path: str) -> Inode:
     return await process.node(path)
 
 
-async def rewrite(process: Process) -> None:
-    """Give the file another content."""
-    fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
-    await process.write(fh, 0, b"another")
-    await process.close(fh)
-
-
 async def change(process: Process, inode: Inode) -> tuple[int, int, int]:
     """Change everything of a node; return what it shows."""
     await process.set_attributes(inode, **CHANGES)
@@ -48,24 +41,20 @@ async def change(process: Process, inode: Inode) -> tuple[int, int, int]:
     return stat.S_IMODE(shown.mode), shown.uid, shown.mtime_ns
 
 
-def metadata_of(mount: MortalMount, key: str) -> dict[str, str]:
-    return dict(mount.store.objects[key].info.metadata or {})
-
-
 async def test_what_was_edited_meanwhile_is_still_that_file(
     process: Process, mount: MortalMount
 ) -> None:
     inode = await opened(process, "file")
     # As where the kernel reads by passthrough: to be written to, the name gets a new node.
     process.operations.inodes.mark_replaced(inode)
-    await rewrite(process)
+    await process.overwrite("file", b"another")
     await process.save("other", b"x")
     assert await change(process, inode) == (0o600, 7, 9 * 10**9)
     assert await process.node("file") is not inode
     await process.writer.deferred.drain()
     assert mount.store.contents()["file"] == b"another"
-    assert CHANGED.items() <= metadata_of(mount, "file").items()
-    assert "xattr" in metadata_of(mount, "file")
+    assert CHANGED.items() <= mount.store.metadata("file").items()
+    assert "xattr" in mount.store.metadata("file")
 
 
 async def test_the_attributes_that_the_name_got_meanwhile_stay(
@@ -77,7 +66,7 @@ async def test_the_attributes_that_the_name_got_meanwhile_stay(
     await process.set_attributes(inode, mode=0o600)
     await process.writer.deferred.drain()
     expected = {"uid": "5", "mtime": "1.000000000", "mode": CHANGED["mode"], "note": "kept"}
-    assert expected.items() <= metadata_of(mount, "file").items()
+    assert expected.items() <= mount.store.metadata("file").items()
 
 
 @states(
@@ -90,13 +79,13 @@ async def test_what_was_edited_and_renamed_is_changed_under_its_new_name(
     async with mount.serving() as process:
         inode = await opened(process, "file")
         process.operations.inodes.mark_replaced(inode)
-        await rewrite(process)
+        await process.overwrite("file", b"another")
         await process.rename("file", "new")
     async with mount.serving() as process:
         inode = process.operations.inodes.get(inode.nodeid)
         assert await change(process, inode) == (0o600, 7, 9 * 10**9)
         await process.writer.deferred.drain()
-    assert CHANGED.items() <= metadata_of(mount, "new").items()
+    assert CHANGED.items() <= mount.store.metadata("new").items()
 
 
 @pytest.mark.parametrize("is_renamed", [True, False])
@@ -105,14 +94,14 @@ async def test_what_was_edited_and_then_removed_is_no_name_any_more(
 ) -> None:
     inode = await opened(process, "file")
     process.operations.inodes.mark_replaced(inode)
-    await rewrite(process)
+    await process.overwrite("file", b"another")
     await process.save("tmp", b"another file")
     if not is_renamed:
         await process.unlink("file")
     await process.rename("tmp", "file")
-    before = metadata_of(mount, "file")
+    before = mount.store.metadata("file")
     assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-    assert metadata_of(mount, "file") == before
+    assert mount.store.metadata("file") == before
 
 
 @pytest.mark.parametrize("content", [b"content", b"other"])
@@ -126,9 +115,9 @@ async def test_what_was_replaced_by_a_rename_is_left_alone(
     inode = await opened(process, "file")
     await process.save("tmp", content)
     await process.rename("tmp", "file")
-    before = metadata_of(mount, "file")
+    before = mount.store.metadata("file")
     assert await change(process, inode) == (0o600, 7, 9 * 10**9)
-    assert metadata_of(mount, "file") == before
+    assert mount.store.metadata("file") == before
     assert mount.store.contents() == {"file": content}
 
 
@@ -158,7 +147,7 @@ async def test_what_somebody_else_has_replaced_or_removed_is_looked_up_again(
         return
     await process.set_attributes("file", mode=0o600)
     await process.writer.deferred.drain()
-    assert metadata_of(mount, "file")["mode"] == CHANGED["mode"]
+    assert mount.store.metadata("file")["mode"] == CHANGED["mode"]
 
 
 async def test_a_name_that_another_node_has_by_now_is_not_truncated_through_the_old_one(
@@ -303,15 +292,10 @@ async def test_what_is_opened_to_be_written_while_it_is_renamed_is_written_under
 ) -> None:
     stop = Stop(process.store, *at)
 
-    async def save() -> None:
-        fh = await process.open("file", os.O_WRONLY | os.O_TRUNC)
-        await process.write(fh, 0, b"written")
-        await process.close(fh)
-
     async with trio.open_nursery() as nursery:
         nursery.start_soon(process.rename, "file", "new")
         await stop.reached.wait()
-        nursery.start_soon(save)
+        nursery.start_soon(process.overwrite, "file", b"written")
         await trio.testing.wait_all_tasks_blocked()
         stop.go_on.set()
     assert await process.load("new") == b"written"

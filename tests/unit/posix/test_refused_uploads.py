@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.write import aborts, upload_steps
 from fusefs.store.errors import (
     AccessDeniedError,
@@ -140,18 +139,13 @@ async def test_what_was_not_aborted_the_next_process_aborts(
         mount.reboot()
     for _ in range(2):  # and killed before it has
         async with mount.serving() as process:
-            if is_new_mount:
-                recovery.adopt(process.writer)
             await eventually(lambda: len(store.refusals) < 99)
     store.refusals = []
     async with mount.serving() as process:
-        if is_new_mount:
-            recovery.adopt(process.writer)
         await eventually(lambda: store.aborted == ["old"])
         await eventually(lambda: not process.writer.uploads.aborts.pending)
     mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         assert process.writer.uploads.aborts.pending == []
 
 

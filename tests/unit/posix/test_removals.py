@@ -13,14 +13,13 @@ import pytest
 import trio
 
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
-from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.types import LookupResult
 from fusefs.posix.write import removals, staging_record
 from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from tests.support.memory_store import HeldCopies, Stop, failing
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
 COUNT = 40
 NAMES = [f"{number:02}" for number in range(COUNT)]
@@ -54,13 +53,9 @@ def held(mount: MortalMount) -> Stop:
 async def killed_after_removing(mount: MortalMount, count: int = COUNT) -> AsyncIterator[list[str]]:
     """A process that has removed the first files, and dies before the bucket hears of most."""
     held(mount)
-    try:
-        async with mount.serving() as process:
-            await remove(process, NAMES[:count])
-            assert await process.listing("a") == NAMES[count:]
-            raise DiedError
-    except* DiedError:
-        pass
+    async with mount.killed() as process:
+        await remove(process, NAMES[:count])
+        assert await process.listing("a") == NAMES[count:]
     mount.store.pause = trio.lowlevel.checkpoint
     assert len(mount.store.contents()) == COUNT - MANY
     yield [f"a/{name}" for name in NAMES[MANY:count]]
@@ -285,7 +280,6 @@ async def test_a_file_that_is_staged_is_removed_on_a_full_disk(
         assert await process.read(fh) == b"content"
     mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         assert process.writer.backlog.unsent("") == []
     assert "a/new" not in mount.store.contents()
 
@@ -315,8 +309,6 @@ async def test_a_process_that_was_killed_loses_no_removal(
         if is_mounted_anew:
             mount.reboot()
         async with mount.serving() as process:
-            if is_mounted_anew:
-                recovery.adopt(process.writer)
             assert await process.listing("a") == []
             await process.writer.removals.flush_below("")
             assert await process.listing("a") == []
@@ -335,7 +327,6 @@ async def test_what_the_end_of_a_mount_could_not_delete_the_next_one_does(
     mount.store.heal()
     mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         await process.writer.removals.drain()
         await process.writer.backlog.drain(1)
     assert mount.store.contents() == {}
@@ -346,11 +337,9 @@ async def test_a_mount_that_removes_nothing_leaves_them_on_record(mount: MortalM
     async with killed_after_removing(mount) as left:
         mount.reboot()
         async with mount.serving(may_delete=False) as process:
-            recovery.adopt(process.writer)
             assert await process.listing("a") == [key[2:] for key in left]
         mount.reboot()
         async with mount.serving() as process:
-            recovery.adopt(process.writer)
             await process.writer.removals.flush_below("")
     assert mount.store.contents() == {}
 
@@ -404,20 +393,16 @@ async def test_what_an_earlier_process_has_removed_is_removed_once(mount: Mortal
     """Its record ends with it: the third process does not remove what the second has made."""
     async with killed_after_removing(mount, MANY + 1) as (key,):
         name = key.removeprefix("a/")
-        try:
-            async with mount.serving() as process:
-                await process.writer.removals.flush_below("")
-                await process.save(key, name.encode())
-                await process.set_attributes(key, mode=0o600)
-                raise DiedError
-        except* DiedError:
-            pass
+        async with mount.killed() as process:
+            await process.writer.removals.flush_below("")
+            await process.save(key, name.encode())
+            await process.set_attributes(key, mode=0o600)
         async with mount.serving() as process:
             assert await process.listing("a") == NAMES[MANY:]
             await process.writer.removals.flush_below("")
             await process.writer.deferred.flush(key)
     assert mount.store.contents()[key] == name.encode()
-    assert (mount.store.objects[key].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
+    assert mount.store.metadata(key)["mode"] == str(stat.S_IFREG | 0o600)
 
 
 async def test_a_record_that_can_not_be_emptied_ends_all_the_same(
@@ -429,15 +414,11 @@ async def test_a_record_that_can_not_be_emptied_ends_all_the_same(
         raise OSError(errno.ENOSPC, "full")
 
     async with killed_after_removing(mount, MANY + 1) as (key,):
-        try:
-            async with mount.serving() as process:
-                with monkeypatch.context() as patch:
-                    patch.setattr(os, "truncate", fail)
-                    await process.writer.removals.flush_below("")
-                await process.save(key, key.removeprefix("a/").encode())
-                raise DiedError
-        except* DiedError:
-            pass
+        async with mount.killed() as process:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "truncate", fail)
+                await process.writer.removals.flush_below("")
+            await process.save(key, key.removeprefix("a/").encode())
         async with mount.serving() as process:
             await process.writer.removals.flush_below("")
     assert key in mount.store.contents()
@@ -447,13 +428,9 @@ async def test_what_is_made_anew_is_shown_by_the_next_process(mount: MortalMount
     """Also before the removal of its forerunner is in the bucket."""
     held(mount)
     path = f"a/{NAMES[MANY]}"
-    try:
-        async with mount.serving() as process:
-            await remove(process, NAMES[: MANY + 1])
-            fh = await process.create(path, b"new")
-            raise DiedError
-    except* DiedError:
-        pass
+    async with mount.killed() as process:
+        await remove(process, NAMES[: MANY + 1])
+        fh = await process.create(path, b"new")
     async with mount.serving() as process:
         for _ in range(2):
             assert await process.listing("a") == NAMES[MANY:]

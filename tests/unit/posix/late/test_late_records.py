@@ -24,7 +24,6 @@ from fusefs.posix.late.uncertain_keys import (
     UncertainKeys,
     boottime,
 )
-from fusefs.posix.restore import leftovers as recovery
 from fusefs.store.interface import ObjectInfo
 from tests.support.survival.mortal_mount import DiedError, MortalMount, close_all
 
@@ -170,7 +169,6 @@ async def test_a_damaged_source_of_staged_files_ends_no_mount(
     if is_mounted_anew:
         mount.reboot()
     async with mount.serving() as process:
-        recovery.adopt(process.writer)
         assert await process.load("file") == b"content"
     assert mount.store.contents() == {"file": b"content"}
 

@@ -10,7 +10,6 @@ import pytest
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.posix.restore import leftovers as recovery
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
@@ -115,11 +114,8 @@ def check(late: UncertainKeys, key: str) -> None:
 async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
     mount.store.put("old/file", b"content")
     mount.store.after = failing(DiedError, ("COPY", "new/file"))
-    try:
-        async with mount.serving() as process:
-            await process.rename("old", "new")
-    except* DiedError:
-        pass
+    async with mount.killed() as process:
+        await process.rename("old", "new")
     late = make_uncertain(mount, COPY, "new/file")
     mount.reboot()
     async with mount.serving() as process:
@@ -131,18 +127,15 @@ async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
 
 
 async def test_an_upload(mount: MortalMount) -> None:
-    try:
-        async with mount.serving() as process:
-            fh = await process.create("file", b"content")
-            process.writer.staging.close(next(iter(process.writer.staging)))
-            mount.store.after = failing(DiedError, ("PUT", "file"))
-            await process.close(fh)
-    except* DiedError:
-        pass
+    async with mount.killed() as process:
+        fh = await process.create("file", b"content")
+        process.writer.staging.close(next(iter(process.writer.staging)))
+        mount.store.after = failing(DiedError, ("PUT", "file"))
+        await process.close(fh)
     late = make_uncertain(mount, PUT, "file")
     mount.reboot()
     async with mount.serving() as process:
-        assert recovery.adopt(process.writer) == 1
+        assert process.adopted == 1
         for staged in process.writer.staging:
             await process.writer.uploads.wait(staged)
     assert mount.store.contents() == {"file": b"content"}

@@ -47,8 +47,8 @@ async def test_a_directory_takes_all_along(mount: MortalMount) -> None:
         await process.rename("old", "new")
         assert below(mount.store, "new/") == tree
         assert not [key for key in mount.store.objects if key.startswith("old/")]
-        assert mount.store.objects["new/"].info.metadata == {"mode": "16877"}
-        assert dict(mount.store.objects["new/4"].info.metadata or {})["mine"] == "kept"
+        assert mount.store.metadata("new/") == {"mode": "16877"}
+        assert mount.store.metadata("new/4")["mine"] == "kept"
         assert await process.listing() == ["new"]
         assert sorted(await process.listing("new")) == sorted({*tree, "sub"} - {"sub/x"})
         assert await process.load("new/3") == b"3"
@@ -157,7 +157,7 @@ async def test_an_empty_directory_stays_whose_rename_fails(
     assert await process.listing() == ["old"]
     assert list(process.store.objects) == ["old/"]
     assert process.store.objects["old/"].data == content
-    assert (process.store.objects["old/"].info.metadata or {})["mode"] == "16832"
+    assert process.store.metadata("old/")["mode"] == "16832"
 
 
 async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(process: Process) -> None:
@@ -173,7 +173,7 @@ async def test_a_marker_takes_along_what_can_be_sent_of_its_metadata(process: Pr
     process.store.put_file = checked  # type: ignore[method-assign, assignment]
     await process.rename("old", "new")
     assert process.store.contents() == {"new/f": b"f"}
-    assert process.store.objects["new/"].info.metadata == {"mode": "16832"}
+    assert process.store.metadata("new/") == {"mode": "16832"}
 
 
 async def test_a_fault_in_one_rename_ends_no_mount(

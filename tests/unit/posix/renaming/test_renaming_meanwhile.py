@@ -33,12 +33,9 @@ def mount(tmp_path: Path) -> MortalMount:
 @asynccontextmanager
 async def killed(mount: MortalMount) -> AsyncIterator[tuple[Process, trio.Nursery]]:
     """A process that is killed at the end, with the tasks in the nursery."""
-    try:
-        async with mount.serving() as process, trio.open_nursery() as nursery:
-            yield process, nursery
-            raise DiedError
-    except* DiedError:
-        pass
+    async with mount.killed() as process, trio.open_nursery() as nursery:
+        yield process, nursery
+        raise DiedError
     mount.store.pause = trio.lowlevel.checkpoint
     mount.store.heal()
 
@@ -61,12 +58,6 @@ async def finished(process: Process) -> None:
         await trio.sleep(0.001)
 
 
-async def overwrite(process: Process, path: str, data: bytes) -> None:
-    fh = await process.open(path, os.O_WRONLY | os.O_TRUNC)
-    await process.write(fh, 0, data)
-    await process.close(fh)
-
-
 async def chmod(process: Process, path: str, mode: int) -> None:
     await process.set_attributes(path, mode=mode)
     await process.writer.deferred.drain()
@@ -78,7 +69,7 @@ Act = Callable[[Process, str], Awaitable[None]]
 # Changes below a directory of some name, and what there is once they are done.
 CHANGES: dict[str, tuple[Act, dict[str, bytes]]] = {
     "create": (lambda process, at: process.save(f"{at}/new", b"new"), XYZ | {"b/new": b"new"}),
-    "close": (lambda process, at: overwrite(process, f"{at}/x", b"2"), XYZ | {"b/x": b"2"}),
+    "close": (lambda process, at: process.overwrite(f"{at}/x", b"2"), XYZ | {"b/x": b"2"}),
     "unlink": (lambda process, at: process.unlink(f"{at}/x"), YZ),
     "rename": (lambda process, at: process.rename(f"{at}/x", "c"), YZ | {"c": b"x"}),
     "chmod": (lambda process, at: chmod(process, f"{at}/x", 0o600), XYZ),
@@ -111,7 +102,7 @@ async def test_a_change_below_a_directory_waits_for_its_rename(
         stop.go_on.set()
     assert process.store.contents() == expected
     for made, mode in [MODES[change]] if change in MODES else []:
-        assert (process.store.objects[made].info.metadata or {})["mode"] == str(mode)
+        assert process.store.metadata(made)["mode"] == str(mode)
 
 
 async def test_the_names_themselves_wait(process: Process) -> None:
@@ -135,7 +126,7 @@ async def test_changes_wait_for_the_next_process_as_well(mount: MortalMount) -> 
     async with mount.serving() as process, trio.open_nursery() as nursery:
         await stop.reached.wait()
         nursery.start_soon(process.unlink, "a/x")
-        nursery.start_soon(overwrite, process, "a/y", b"2")
+        nursery.start_soon(process.overwrite, "a/y", b"2")
         await wait_all_tasks_blocked()
         assert mount.store.contents().keys() >= {"a/x", "a/y", "a/z", "b/x", "b/y"}
         stop.go_on.set()

@@ -148,5 +148,5 @@ async def test_an_edit_is_whole_wherever_the_process_dies(
                 await process.writer.uploads.wait(staged)
             assert await process.load("file") == editor.expected()
         assert store.contents() == {"file": editor.expected()}
-        assert "mtime" in without_token(store.objects["file"].info.metadata or {})
+        assert "mtime" in without_token(store.metadata("file"))
         assert store.uploads == {}

@@ -35,7 +35,7 @@ async def test_attributes_that_change_meanwhile_get_into_the_bucket(
         nursery.start_soon(partial(process.set_attributes, "file", mode=0o600))
         await trio.testing.wait_all_tasks_blocked()
         stop.go_on.set()
-    assert (mount.store.objects["file"].info.metadata or {})["mode"] == str(stat.S_IFREG | 0o600)
+    assert mount.store.metadata("file")["mode"] == str(stat.S_IFREG | 0o600)
 
 
 async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(
