@@ -52,15 +52,16 @@ async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> N
 
 @pytest.mark.parametrize("is_plain", [True, False])
 async def test_botocore_tells_the_address_and_sends_nothing(
-    store: S3Store, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, is_plain: bool
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch, is_plain: bool
 ) -> None:
     if not is_plain:  # of its own variables only botocore knows the meaning
         monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", "false")
-    for _ in range(2):
-        assert (await store.list_page("")).objects
-    sent = faulty.requests()
-    assert len(sent) == 2
-    assert not any("amz-sdk-request" in request.headers for request in sent)
+    async with opened(shared, faulty) as store:
+        for _ in range(2):
+            assert (await store.list_page("")).objects
+        sent = faulty.requests()
+        assert len(sent) == 2
+        assert not any("amz-sdk-request" in request.headers for request in sent)
 
 
 def test_a_daemon_lists_a_bucket_without_importing_botocore(shared: Bucket) -> None:

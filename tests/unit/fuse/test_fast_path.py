@@ -289,34 +289,36 @@ async def test_a_journal_that_is_rewritten_is_pythons(side: Side, tmp_path: Path
 
 
 async def test_a_journal_that_is_full_grows(
-    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 8192)
-    for number in range(300):
-        await side.opens(number % FILES)
-        if number % 2:
-            await side.closes(0)
-    assert list(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
-    assert (tmp_path / "journal").stat().st_size > 16384
+    async with one_side(tmp_path) as side:
+        for number in range(300):
+            await side.opens(number % FILES)
+            if number % 2:
+                await side.closes(0)
+        assert list(replay(tmp_path / "journal", is_live=True).state.handles) == side.open
+        assert (tmp_path / "journal").stat().st_size > 16384
 
 
 async def test_a_journal_that_the_disk_does_not_take_ends_nothing(
-    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.posix.journal.journal.STEP", 4096)
+    async with one_side(tmp_path) as side:
 
-    def is_full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no room")
+        def is_full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(os, "posix_fallocate", is_full)
-    count = 200  # of 48 bytes each, and all are there before the first is read
-    for number in range(count):
-        nodeid = side.nodes[number % FILES].nodeid
-        side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
-    errors = [(await side.receive())[0] for _ in range(count)]
-    assert errors == [0] * count
-    assert not (tmp_path / "journal").exists()
-    assert len(side.operations.handles.files) == count
+        monkeypatch.setattr(os, "posix_fallocate", is_full)
+        count = 200  # of 48 bytes each, and all are there before the first is read
+        for number in range(count):
+            nodeid = side.nodes[number % FILES].nodeid
+            side.send(Opcode.OPEN, nodeid, OPEN_IN.pack(os.O_RDONLY, 0))
+        errors = [(await side.receive())[0] for _ in range(count)]
+        assert errors == [0] * count
+        assert not (tmp_path / "journal").exists()
+        assert len(side.operations.handles.files) == count
 
 
 async def test_a_fault_in_what_is_taken_over_ends_the_process(
@@ -337,28 +339,29 @@ async def test_a_fault_in_what_is_taken_over_ends_the_process(
     side.operations.opener.was_opened = was_opened  # type: ignore[method-assign]
 
 
-async def test_other_tasks_have_their_turn(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is there to be answered."""
     monkeypatch.setattr(fast_path, "MOST_AT_ONCE", 16)
-    warm = side.session._warm
-    turns: list[int] = []
-    is_done = False
+    async with one_side(tmp_path) as side:
+        warm = side.session._warm
+        turns: list[int] = []
+        is_done = False
 
-    async def other() -> None:
-        while not is_done:
-            turns.append(warm.requests)
-            await trio.lowlevel.checkpoint()
+        async def other() -> None:
+            while not is_done:
+                turns.append(warm.requests)
+                await trio.lowlevel.checkpoint()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(other)
-        for _ in range(5):
-            for _ in range(60):
-                side.send(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
-            for _ in range(60):
-                await side.receive()
-        is_done = True
-    most = max(after - before for before, after in itertools.pairwise(turns))
-    assert 0 < most <= 2 * 16  # trio takes tasks in any order, each once a round
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            for _ in range(5):
+                for _ in range(60):
+                    side.send(Opcode.GETATTR, side.nodes[0].nodeid, bytes(16))
+                for _ in range(60):
+                    await side.receive()
+            is_done = True
+        most = max(after - before for before, after in itertools.pairwise(turns))
+        assert 0 < most <= 2 * 16  # trio takes tasks in any order, each once a round
 
 
 async def test_many_opens_at_once_are_all_taken(side: Side) -> None:
