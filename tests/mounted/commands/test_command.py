@@ -16,7 +16,7 @@ from fusefs.launch import control, mount_requests, registry
 from fusefs.linux import mountinfo
 from tests.support.mounting import FUSEFS, LIMIT_S, Mount, Mounter, fusefs
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.gate import Gate
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import shared_mount
 from tests.support.waiting import until
 
@@ -32,10 +32,10 @@ def nothing_is_left(mount: Mount, pid: int) -> bool:
     )
 
 
-@pytest.fixture
-def gate(bucket: Bucket) -> Iterator[Gate]:
-    with Gate(bucket.server.endpoint_url) as one:
-        yield one
+@pytest.fixture(autouse=True)
+def _no_faults(faulty: FaultyS3) -> Iterator[None]:
+    yield
+    faulty.clear()
 
 
 @contextlib.contextmanager
@@ -121,12 +121,12 @@ def test_force_ends_a_stopped_daemon_and_its_reader(bucket: Bucket, mounter: Mou
 
 @pytest.mark.root
 def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
-    bucket: Bucket, mounter: Mounter, gate: Gate
+    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("a", b"x" * MIB)
-    one = mounter(endpoint_url=gate.endpoint_url)
+    one = mounter(endpoint_url=faulty.endpoint_url)
     os.listdir(one.path)
-    gate.close()
+    faulty.add(stall=True)
     # In a mount namespace of its own: what it unmounts stays mounted here, and is dead.
     script = (
         "mount -t fusectl none /sys/fs/fuse/connections;"
@@ -148,13 +148,13 @@ def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
 
 
 def test_force_ends_a_mount_whose_bucket_does_not_answer(
-    bucket: Bucket, mounter: Mounter, gate: Gate
+    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("a", b"x" * MIB)
-    one = mounter(endpoint_url=gate.endpoint_url)
+    one = mounter(endpoint_url=faulty.endpoint_url)
     pid = one.pid
     os.listdir(one.path)
-    gate.close()
+    faulty.add(stall=True)
     with reading(one.path / "a") as process:
         until(lambda: one.status()["requests"]["waiting"], "a request waits")
         one.force()
@@ -265,12 +265,12 @@ def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path:
 
 
 def test_status_and_log_tell_what_waits_while_the_bucket_does_not_answer(
-    bucket: Bucket, mounter: Mounter, gate: Gate
+    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("slow", b"x" * MIB)
-    one = mounter(endpoint_url=gate.endpoint_url)
+    one = mounter(endpoint_url=faulty.endpoint_url)
     os.listdir(one.path)
-    gate.close()
+    silence = faulty.add(stall=True)
     with reading(one.path / "slow") as process:
         until(lambda: one.status()["requests"]["downloads"], "a download")
         assert one.status()["requests"]["waiting"] == 1
@@ -281,7 +281,7 @@ def test_status_and_log_tell_what_waits_while_the_bucket_does_not_answer(
         assert re.search(
             rf"(OPEN|READ) of 'slow' by process {process.pid} waits for [0-9.]+ s", log
         )
-        gate.open()
+        silence.release()
         assert process.communicate(timeout=LIMIT_S)[0] == b"x" * MIB
     assert one.status()["requests"]["waiting"] == 0
 

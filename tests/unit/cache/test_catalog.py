@@ -21,6 +21,11 @@ def catalog(directory: Path, boot_id: str = BOOT) -> Catalog:
     return Catalog(directory / "catalog.sqlite3", boot_id)
 
 
+@pytest.fixture
+def table(tmp_path: Path) -> Catalog:
+    return catalog(tmp_path)
+
+
 def row(name: str = "a", *ranges: tuple[int, int], generation: str = "g1", at: float = 1.0) -> Row:
     return Row(name, generation, 7, 1000, RangeMap(iter(ranges)).pack(), at)
 
@@ -44,8 +49,7 @@ def test_ranges_are_merged_with_what_another_mount_recorded(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stranger", [{"generation": "g2"}, {"st_ino": 8}])
-def test_a_row_of_another_file_is_left_alone(tmp_path: Path, stranger: dict[str, object]) -> None:
-    table = catalog(tmp_path)
+def test_a_row_of_another_file_is_left_alone(table: Catalog, stranger: dict[str, object]) -> None:
     table.record([row("a", (0, 10))])
     assert table.record([replace(row("a", (0, 500)), **stranger)]) == ([False], (10, 1))
     other = replace(row("a"), **stranger)
@@ -69,8 +73,7 @@ def test_inode_numbers_may_have_64_bits(tmp_path: Path) -> None:
     assert table.sums(st_ino, "g1", 0, 10) == []
 
 
-def test_after_another_boot_only_synced_rows_count(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_after_another_boot_only_synced_rows_count(table: Catalog, tmp_path: Path) -> None:
     table.record([row("safe", (0, 10)), row("unsafe", (0, 10))])
     table.mark_synced([row("safe", (0, 10))])
     table.close()
@@ -79,8 +82,7 @@ def test_after_another_boot_only_synced_rows_count(tmp_path: Path) -> None:
     assert again.total().bytes == 10
 
 
-def test_a_synced_file_that_got_more_is_not_safe_any_more(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_a_synced_file_that_got_more_is_not_safe_any_more(table: Catalog, tmp_path: Path) -> None:
     table.record([row("a", (0, 10))])
     table.mark_synced([row("a", (0, 10))])
     table.record([row("a", (0, 10))])
@@ -89,16 +91,18 @@ def test_a_synced_file_that_got_more_is_not_safe_any_more(tmp_path: Path) -> Non
     assert catalog(tmp_path, OTHER_BOOT).newest(1000) == []
 
 
-def test_a_file_that_got_more_while_it_was_synced_is_not_marked(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_a_file_that_got_more_while_it_was_synced_is_not_marked(
+    table: Catalog, tmp_path: Path
+) -> None:
     table.record([row("a", (0, 10))])
     table.record([row("a", (0, 20))])
     table.mark_synced([row("a", (0, 10))])
     assert catalog(tmp_path, OTHER_BOOT).newest(1000) == []
 
 
-def test_a_synced_row_of_an_earlier_boot_is_unsafe_once_more_has_arrived(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_a_synced_row_of_an_earlier_boot_is_unsafe_once_more_has_arrived(
+    table: Catalog, tmp_path: Path
+) -> None:
     table.record([row("a", (0, 10))])
     table.mark_synced([row("a", (0, 10))])
     table.close()
@@ -109,8 +113,7 @@ def test_a_synced_row_of_an_earlier_boot_is_unsafe_once_more_has_arrived(tmp_pat
     assert catalog(tmp_path, "boot-3").newest(1000) == []
 
 
-def test_a_wrong_total_is_damage(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_a_wrong_total_is_damage(table: Catalog, tmp_path: Path) -> None:
     table.record([row("a", (0, 10))])
     table.close()
     with sqlite3.connect(tmp_path / "catalog.sqlite3") as db:
@@ -118,8 +121,7 @@ def test_a_wrong_total_is_damage(tmp_path: Path) -> None:
     assert catalog(tmp_path).total() == (0, 0)
 
 
-def test_a_failure_in_a_batch_leaves_none_of_it(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_a_failure_in_a_batch_leaves_none_of_it(table: Catalog) -> None:
     broken = replace(row("b", (0, 5)), size=None)
     with pytest.raises(sqlite3.IntegrityError):
         table.record([row("a", (0, 10)), broken])
@@ -128,8 +130,7 @@ def test_a_failure_in_a_batch_leaves_none_of_it(tmp_path: Path) -> None:
     assert table.record([row("a", (0, 10))]) == ([True], (10, 1))
 
 
-def test_a_full_disk_fails_a_batch_and_not_the_next_one(tmp_path: Path) -> None:
-    table = catalog(tmp_path)
+def test_a_full_disk_fails_a_batch_and_not_the_next_one(table: Catalog) -> None:
     table.record([row("a", (0, 10))])
     pages = table._db.execute("PRAGMA page_count").fetchone()[0]
     table._db.execute(f"PRAGMA max_page_count={pages}")
@@ -150,11 +151,8 @@ def test_mounts_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
                 [row(f"{index}-{number}", (0, 3)), row("all", (number, number + 1))]
             )
 
-    threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
     assert tables[0].total().bytes == 4 * 50 * 3 + 50
     assert ranges(tables[0].find("all")) == [(0, 50)]
 
