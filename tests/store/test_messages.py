@@ -279,7 +279,7 @@ def test_an_interrupt_in_the_middle_of_reading_is_one(
         signal.raise_signal(signal.SIGINT)
         await trio.sleep_forever()
 
-    monkeypatch.setattr(diagnosis, "_read", interrupted)
+    monkeypatch.setattr(diagnosis, "read_bytes", interrupted)
     monkeypatch.setattr(diagnosis, "_latency", diagnosis._throughput)
     shared.put("large", b"x" * diagnosis.LEAST_MEASURED)
     texts = {
