@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.nodes.temporary_names import has_random_part, is_temporary
-from fusefs.posix.write import backlog, staging_record, upload_times
+from fusefs.posix.write import backlog, flush, staging_record
 from fusefs.store.errors import StoreError
 from tests.support.memory_store import failing
 from tests.support.semantics import states
