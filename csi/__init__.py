@@ -1,1 +1,1 @@
-"""The CSI driver: gives a bucket, or a prefix of one, to pods as a volume."""
+"""The CSI driver, which gives pods a bucket, or a prefix of a bucket, as a volume."""

@@ -1,4 +1,4 @@
-"""The errors of calls, as a gRPC status code and a sentence.
+"""The errors of CSI calls, each with a gRPC status code and a sentence.
 
 The code decides what the caller does next. After ABORTED, UNAVAILABLE, CANCELLED and
 DEADLINE_EXCEEDED kubelet and the provisioner regard the operation as unfinished and call again;
@@ -14,7 +14,7 @@ import grpc
 
 from fusefs.store.errors import ErrorCode, StoreError
 
-# The status code for an error of the store, or of a mount's daemon.
+# The status codes for errors of the store, or of a mount's daemon.
 _STATUSES = {
     ErrorCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorCode.DENIED: grpc.StatusCode.PERMISSION_DENIED,
@@ -37,7 +37,7 @@ class InvalidArgumentError(CsiError):
 
 
 class VolumeNotFoundError(CsiError):
-    """There is no such volume, or it is not at that path."""
+    """The volume does not exist, or is not published at the path."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -61,7 +61,7 @@ class OutOfRangeError(CsiError):
 
 
 class AbortedError(CsiError):
-    """Another call for the volume, or this call's own work, is under way: call again."""
+    """Another call for the volume, or this call's own work, is still under way: call again."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -79,7 +79,7 @@ class ResourceExhaustedError(CsiError):
 
 
 class MountError(CsiError):
-    """A mount could not be made, for the reason that its daemon gives."""
+    """A mount could not be made; the message and the code are from its daemon."""
 
     def __init__(self, sentence: str, reason: ErrorCode) -> None:
         super().__init__(sentence)
@@ -87,7 +87,7 @@ class MountError(CsiError):
 
 
 class UnauthenticatedError(CsiError):
-    """The credentials are rejected, or there are none."""
+    """The credentials are rejected or missing."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
@@ -103,7 +103,7 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
 
 
-# The request id as it appears in the store's messages.
+# A request's id in the store's messages.
 _REQUEST_ID = re.compile(r" \(request [^\s()]+\)")
 _NO_ANSWER = re.compile(r"no answer from \S+ in time")
 # The maximum number of bytes of a Kubernetes event's text. gRPC drops a status whose text is over 8
@@ -113,7 +113,7 @@ _GAP = " … "
 
 
 def bounded(sentence: str) -> str:
-    """Return the sentence in at most 1024 bytes; a longer one keeps both ends only."""
+    """Return the sentence; if it is over 1024 bytes, return only its beginning and its end."""
     text = sentence.encode(errors="replace")
     if len(text) <= _MOST:
         return sentence
@@ -123,11 +123,11 @@ def bounded(sentence: str) -> str:
 
 
 def event_text(sentence: str) -> str:
-    """Return an error's sentence as the caller gets it, for an event of a pod or a claim.
+    """Return an error's sentence for the caller, which shows it in an event of a pod or a claim.
 
-    Kubelet counts equal events but keeps each different one, so the request id, which is in the
-    driver's log, is left out. For a connection that is dropped without an answer, the sentence
-    names a NetworkPolicy as a possible cause.
+    The request id, which is in the driver's log, is left out, because Kubelet only counts events
+    with equal texts, but keeps all others. If the store did not answer in time, the sentence names
+    a NetworkPolicy as a possible cause.
     """
     sentence = _REQUEST_ID.sub("", sentence)
     return bounded(

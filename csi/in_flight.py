@@ -1,4 +1,4 @@
-"""One call at a time for each volume: a second call waits for a limited time, then is refused.
+"""Claims of volumes by calls: a second call for a volume waits for a limited time, then fails.
 
 Kubelet and the provisioner call again by themselves, and an endless queue would only fill the
 server's threads with calls whose caller has long given up.
@@ -15,7 +15,7 @@ from csi.errors import AbortedError
 
 
 class Claims:
-    """The volumes that have a call under way. Any thread may claim one."""
+    """The volumes that have a call under way. Any thread may claim a volume."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -23,10 +23,10 @@ class Claims:
 
     @contextlib.contextmanager
     def claim(self, volume: str, ends: float = 0.0) -> Iterator[None]:
-        """Claim `volume` for the block; wait until `ends` (monotonic clock) at most.
+        """Claim `volume` for the block; wait for another call until `ends` (monotonic clock).
 
         Raises:
-            AbortedError: another call still has the claim.
+            AbortedError: another call still has the claim at `ends`.
         """
         with self._changed:
             left_s = max(0.0, ends - time.monotonic())

@@ -4,9 +4,9 @@
 cluster, and `all` serves both on one socket, for tests and single machines. `daemons` runs the
 mounts' daemons. `list` shows the volumes of a node's pods.
 
-Every failure is one line on standard error that begins with `fusefs-csi: `. Exit status: 0 ended by
-SIGTERM, 1 failed, 2 invalid command line, or the file of the stores or of the cluster caches cannot
-be used.
+Every failure is one line on standard error that begins with `fusefs-csi: `. Exit status: 0 after
+SIGTERM, 1 after a failure, 2 if the command line, the file of the stores or the file of the cluster
+caches cannot be used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ try:
     from csi.server import Server, Service
     from csi.volume.stores import ConfigurationError, Stores, read_stores
 except ModuleNotFoundError as error:
-    # The command is installed even without the driver's optional packages.
+    # `fusefs-csi` is installed even without the packages that only the driver needs.
     if (error.name or "").partition(".")[0] not in ("grpc", "google", "prometheus_client"):
         raise
     sys.exit(
@@ -45,7 +45,7 @@ Maker = Callable[[argparse.Namespace, Stores], Service]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command until SIGTERM or SIGINT, and return its exit status."""
+    """Run the command of the command line and return its exit status."""
     options = make_parser().parse_args(arguments)
     _set_up_log(options.log_level.upper())
     try:
@@ -72,7 +72,7 @@ def _complain(what: object) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; tests of the manifests use it, too."""
+    """Return the parser of the whole command line."""
     parser = Parser(prog="fusefs-csi", description="The fusefs CSI driver.")
     parser.add_argument("--version", action="version", version=f"fusefs-csi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _controller(options: argparse.Namespace, stores: Stores) -> Service:
-    # Imported here, because its S3 client would take .13 s and 13 MB of each node's driver.
+    # Imported here, because the module's S3 client costs 0.13 s and 13 MB.
     from csi.controller.service import ControllerService
 
     return ControllerService(stores, options.cluster_id.strip())
@@ -166,7 +166,7 @@ def _serve(options: argparse.Namespace, makers: Sequence[Maker]) -> int:
         signal.signal(number, lambda *_: ending.set())
     server.start()
     if metrics := getattr(options, "metrics", None):
-        # Imported here, to save the memory of prometheus_client in other drivers.
+        # Imported here, because prometheus_client needs memory.
         from fusefs.exporter.collector import MountCollector, registry_of, serve
 
         host, port = metrics
@@ -178,8 +178,8 @@ def _serve(options: argparse.Namespace, makers: Sequence[Maker]) -> int:
     server.stop()
     for each in nodes:
         each.close()
-    # The interpreter would wait for the threads of calls that were cut off, as long as these wait
-    # for a store or for uploads, and the node has no driver meanwhile. A call may stop at any
-    # point: when it is repeated, it continues from there.
+    # At its ordinary end the interpreter would wait for the threads of calls that were cut off,
+    # which may wait for a store or for uploads, and the node would have no driver meanwhile. A call
+    # may stop at any point, because a repeated call continues from there.
     logging.shutdown()
     os._exit(0)

@@ -1,11 +1,11 @@
-"""The gRPC server on a Unix socket, and the common part of every call.
+"""The gRPC server on a Unix socket, with the common part of every call.
 
-Each call is logged in one line and ends with a status: `csi.errors` gives the code for an
-exception. The services need not know this: a handler returns its response or raises.
+Each call is logged in one line. A handler of a service returns its response or raises an exception,
+for which `csi.errors` has the gRPC status code.
 
 Calls may take minutes (uploads, warming, deletions), and a node's kubelet makes many at the same
-time. So there are more threads than long calls that may run: quick calls (Probe above all, without
-whose answer kubelet kills the container) never wait for slow ones.
+time. The server has more threads than the long calls that may run at a time, so quick calls never
+wait for slow calls: above all Probe, without whose answer kubelet kills the container.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from csi.errors import (
 from fusefs.store.errors import StoreError
 
 DRIVER_NAME = "s3.csi.fusefs.dev"
-# The provisioner's own default is 100 workers for creating and 100 for deleting.
+# Number of long calls at a time. The provisioner has 100 workers each for creating and deleting.
 MAX_CALLS = 100
 QUICK_THREADS = 28
-# Kubelet gives a call two minutes; a call without a deadline gets a bit less.
+# Time limit for every call: a bit less than the two minutes that kubelet gives a call.
 LONGEST_CALL_S = 110.0
-# A deadline further away than this counts as no deadline.
+# A call whose deadline is further away than this has no deadline.
 NO_DEADLINE_S = 86400.0
-# Time between the driver's own end of a call and the caller's deadline.
+# Time between the end of a call's work and the caller's deadline.
 MARGIN_S = 3.0
-# Time that calls may continue after SIGTERM; a pod gets 30 s by default.
+# Time for which calls may continue after SIGTERM; a pod has 30 s by default until SIGKILL.
 GRACE_S = 20.0
-# Time that the library may take to cut off the remaining calls.
+# Time limit for gRPC's library to cut off the remaining calls.
 CUT_OFF_S = 2.0
 
 # Calls that may take long.
@@ -74,10 +74,10 @@ Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class Server:
-    """Serves CSI services at `endpoint`, `unix:///path`, from `start` to `stop`."""
+    """A server of CSI services at `endpoint`, such as `unix:///path`, from `start` to `stop`."""
 
     def __init__(self, endpoint: str, services: Sequence[Service]) -> None:
-        """Raises InvalidArgumentError if `endpoint` is not the address of a Unix socket."""
+        """Register the services; InvalidArgumentError if `endpoint` is no Unix socket's address."""
         self.path = socket_path(endpoint)
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS + QUICK_THREADS, thread_name_prefix="call"),
@@ -89,10 +89,10 @@ class Server:
     def start(self) -> None:
         """Begin to answer calls; raises OSError if the socket cannot be made."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # of an earlier server; only ever a socket
+        with contextlib.suppress(FileNotFoundError):  # an earlier server's socket
             if stat.S_ISSOCK(self.path.lstat().st_mode):
                 self.path.unlink()
-        # Only the sidecars, which have this group, may call.
+        # Only this user and its group, which the sidecars have, may call.
         before = os.umask(0o007)
         try:
             self._server.add_insecure_port(f"unix:{self.path}")
@@ -103,12 +103,12 @@ class Server:
         self._server.start()
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """Accept no new calls, and return when running calls have ended or were cut off."""
+        """Refuse new calls; return when all calls have ended or, after `grace_s`, are cut off."""
         self._server.stop(grace_s).wait(grace_s + CUT_OFF_S)
 
 
 def end_of(context: grpc.ServicerContext) -> float:
-    """Return the time (monotonic clock) by which a call has to be answered."""
+    """Return the time (monotonic clock) at which a call's work has to end, for its answer."""
     remaining_s = time_left(context)
     if remaining_s is None:
         remaining_s = LONGEST_CALL_S
@@ -126,7 +126,7 @@ def time_left(context: grpc.ServicerContext) -> float | None:
 
 
 def socket_path(endpoint: str) -> Path:
-    """Return the path in `unix:///path`; raises InvalidArgumentError for any other endpoint."""
+    """Return the path in `unix:///path`; raise InvalidArgumentError for any other endpoint."""
     path = endpoint.removeprefix("unix://")
     if not path.startswith("/") or len(os.fsencode(path)) > 107:  # the kernel's maximum
         raise InvalidArgumentError(
@@ -192,7 +192,7 @@ class _Interceptor(grpc.ServerInterceptor):
         self, method: str, request: Message, code: grpc.StatusCode, sentence: str, began: float
     ) -> None:
         volume = _volume_of(request)
-        # Frequent calls that succeed are logged only for debugging.
+        # Calls for no volume are frequent, and are logged only for debugging if they succeed.
         level = logging.INFO if volume or code is not grpc.StatusCode.OK else logging.DEBUG
         line = _line(method, volume, code.name, bounded(sentence))
         log.log(level, "%s (%.0f ms)", line, 1000 * (time.monotonic() - began))
@@ -203,6 +203,6 @@ def _volume_of(request: Message) -> str:
 
 
 def _line(*parts: str) -> str:
-    """Join the parts to one line of the log: text of a caller must not forge other lines."""
+    """Join the parts to one line; a caller's line feeds must not forge other lines of the log."""
     line = " ".join(filter(None, parts))
     return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,7 +1,7 @@
-"""Runs the work of calls in threads, as a silent store or a large bucket may take too long.
+"""Runs the work of calls in threads, because a silent store or a large bucket may take too long.
 
-A call waits for its thread. Shortly before its deadline it is answered ABORTED with the progress so
-far, so that the caller gets a reason. When the caller repeats the call, it waits for the same work.
+Each call waits for its thread. Shortly before the call's deadline the answer is ABORTED with the
+progress so far, so that the caller gets a reason. A repeated call waits for the same work.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class Progress:
-    """The progress of a call's work: `done` describes it; `wait_for` notes the present request."""
+    """The progress of a call's work: `done` is its text, `wait_for` notes the present request."""
 
     def __init__(self) -> None:
         self.done = ""
         self._request, self._since = "", time.monotonic()
 
     def wait_for(self, request: str) -> None:
-        """Note the request that now waits for the store's answer; "" after the answer."""
+        """Note the name of the request that waits for the store's answer; "" after the answer."""
         self._request, self._since = request, time.monotonic()
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Progress:
 
 
 class BackgroundWork:
-    """The work under way for each call. Thread-safe."""
+    """The work under way of all calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -38,12 +38,12 @@ from fusefs.store.s3.address import Call
 from fusefs.store.s3.settings import NO_OPTIONS, S3Settings, WriteOptions, customer_key_obstacle
 from fusefs.store.s3.store import S3Store
 
-# Limit for a record, which has some hundred bytes; other writers may put any object there.
+# Size limit for a record, which has some hundred bytes: other writers may put any object there.
 MOST_BYTES = 1 << 20
-# The maximum number of keys of a listing's page.
+# The maximum number of keys on a listing's page.
 PAGE = 1000
 CONNECTIONS = 16
-# Short, because the caller tries again and sees the reason meanwhile.
+# The time for retries is short, because the caller calls again and sees the reason meanwhile.
 RETRY_TIME_S = 3.0
 
 T = TypeVar("T")
@@ -65,11 +65,11 @@ class Bucket:
         write_options: WriteOptions = NO_OPTIONS,
         progress: Progress | None = None,
     ) -> None:
-        """Check the store's address; `progress` gets each request that is sent.
+        """Check the store's address; `progress` is told each request that is sent.
 
         Raises:
-            InvalidArgumentError, UnavailableError: as `StoreSettings.check_address` does, or the
-                SSE-C key would be sent unencrypted.
+            InvalidArgumentError: the address is forbidden, or would get the SSE-C key unencrypted.
+            UnavailableError: the name of the store's host cannot be resolved now.
         """
         store.check_address()
         if customer_key is not None and store.endpoint_url is not None:
@@ -77,7 +77,7 @@ class Bucket:
             if obstacle is not None:
                 raise InvalidArgumentError(obstacle.sentence)
         self.name = name
-        self.url = f"{store.name}://{name}"  # unlike those of other stores
+        self.url = f"{store.name}://{name}"  # differs for buckets of other stores
         self._progress = progress or Progress()
         self._host = store.endpoint_url or store.name
         self._whose = "the Secret's keys" if keys else "the driver"
@@ -114,7 +114,7 @@ class Bucket:
         """Yield the objects below `prefix`, up to `PAGE` at a time. No page is empty.
 
         Raises:
-            StoreError: the store does not answer, or lists keys with another prefix.
+            StoreError: the request failed, or the store lists keys with another prefix.
         """
         last, has_more = "", True
         while has_more:
@@ -132,11 +132,11 @@ class Bucket:
             last, has_more = page.last, page.next_token is not None
 
     def delete(self, key: str) -> None:
-        """Delete one object, if it is there."""
+        """Delete one object, if it exists."""
         self._run(key, self._store.delete, key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Delete objects. If it fails, some of them may be gone already."""
+        """Delete objects; after a StoreError some of them may be gone already."""
         for failed in self._run(keys[0], self._store.delete_many, keys):
             assert isinstance(failed.error, StoreError)
             raise self._explained(failed.error, failed.key)
@@ -144,8 +144,8 @@ class Bucket:
     def abort_uploads(self, prefix: str) -> None:
         """Abort the unfinished multipart uploads below `prefix`.
 
-        They are not objects: a store that cannot list them, or refuses to, only
-        gets a warning in the log.
+        Unfinished uploads are not objects, so the log only gets a warning if the store cannot list
+        them or refuses the request.
         """
         try:
             for upload in self._run(prefix, self._store.list_uploads, prefix):
@@ -160,7 +160,7 @@ class Bucket:
         return result
 
     def _run(self, key: str, request: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Send a request; an error's message names the key and the owner of the credentials."""
+        """Return a request's result; errors name the key and the owner of the credentials."""
         self._progress.wait_for(f"{self._host} (s3://{self.name}/{key})")
         try:
             result: T = trio.from_thread.run(request, *arguments, trio_token=_event_loop()[0])
@@ -220,7 +220,7 @@ _starting = threading.Lock()
 
 
 def _event_loop() -> tuple[trio.lowlevel.TrioToken, Engine]:
-    """Return the event loop of all requests, which is started if need be, and its engine."""
+    """Return the event loop of all requests and its engine; the first call starts them."""
     with _starting:
         return _started()
 

@@ -3,8 +3,8 @@
 The data are deleted only if all of these conditions hold: the record asks for deletion, this
 cluster made the volume, a segment of the prefix is the volume's own name, and no other volume's
 prefix overlaps. The last condition is checked again before every batch, because volumes may be
-created meanwhile. Otherwise the data are retained: one line in the log, and no error. After an
-interruption the next call starts again with the remaining objects.
+created meanwhile. Otherwise the data are retained: the log gets one line, and the call succeeds.
+After an interruption the next call deletes the remaining objects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def delete(
     records: VolumeRecords,
     progress: Progress,
 ) -> None:
-    """Delete a volume's data, unless they must be retained, and then its record.
+    """Delete a volume's data, unless they must be retained; then delete the volume's record.
 
     Raises:
         StoreError: a request failed; a repeated call deletes the remaining objects.
@@ -83,8 +83,8 @@ def _delete_data(
     records: VolumeRecords,
     progress: Progress,
 ) -> str:
-    """Delete all objects below the prefix. Return "" when done, else why the deletion stopped."""
-    # Listed once more after the last object, as a node may have uploaded meanwhile.
+    """Delete all objects below the prefix; return "", or the reason why the deletion stopped."""
+    # The prefix is listed again until it is empty, because a node may have uploaded meanwhile.
     is_empty, deleted = False, 0
     progress.done = "0 objects deleted so far"
     while not is_empty:
@@ -106,7 +106,7 @@ def _delete_data(
 def _why_shared(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
 ) -> str:
-    """Return a sentence about another volume whose data may overlap; "" if there is none."""
+    """Describe another volume whose prefix may overlap; return "" if there is no such volume."""
     own = None
     for key, other in records.now(bucket):
         if isinstance(other, VolumeRecordError):

@@ -1,10 +1,10 @@
 """The Controller service: creates and deletes volumes.
 
 CreateVolume writes only the volume's record (see `volume_record`), because a prefix exists as soon
-as a pod writes below it. It refuses a claim's folder that an equally named claim of another cluster
-has. Data are deleted by `deletion`. There is no quota: the size of a volume is recorded and
-reported, but not enforced. All calls that send requests to the store run in `background`, so that
-each call is answered in time.
+as a pod writes below it. If the prefix contains the claim's name, CreateVolume refuses a prefix of
+another cluster's volume. `deletion` deletes the data. There is no quota: the size of a volume is
+recorded and reported, but not enforced. All calls that send requests to the store run in
+`background`, so that each call is answered in time.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ DEFAULT_PREFIX = "${pv.name}"
 ON_DELETE = "onDelete"
 # The parameters that name the volume's claim, as the provisioner sets them.
 _CLAIM = ("csi.storage.k8s.io/pvc/name", "csi.storage.k8s.io/pvc/namespace")
-# The size that a mount reports to `df`.
+# The maximum size of a volume: the size that a mount reports to `df`.
 MAX_BYTES = 1 << 60
-# Limit for calls that only read or write a record: below the sidecars' default --timeout, 10 s.
+# Time limit for calls that only read or write a record: below the sidecars' --timeout of 10 s.
 ANSWER_S = 9.0
 
 _RPC = csi_pb2.ControllerServiceCapability.RPC
@@ -100,11 +100,11 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             request.secrets,
             progress,
             record.attributes.get("region"),
-            # A bucket policy may demand an encryption or an ACL of every object, also of a record.
+            # A bucket policy may demand an encryption or an ACL for every object, even a record.
             write_options=WriteOptions.of(settings),
         )
         template = request.parameters.get("prefix", DEFAULT_PREFIX)
-        # Claims of two clusters may have the same names, volumes may not.
+        # Two clusters may have claims of the same name, but not volumes of the same name.
         is_claims = "${pvc." in template and "${pv.name}" not in template
         with self._claims.claim(str(volume)):
             if is_claims:
@@ -126,7 +126,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
     def _refuse_shared(self, bucket: Bucket, record: VolumeRecord) -> None:
         """Raise FailedPreconditionError if a volume of another cluster has the record's prefix.
 
-        Otherwise two claims of the same name would share files, and neither owner would know.
+        Otherwise two claims of the same name would share files unknown to their owners.
         """
         if not self._cluster:
             return
@@ -150,7 +150,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             raise AbortedError(str(error)) from error
 
     def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[VolumeRecord, VolumeId]:
-        """Return the record and the id of the requested volume, after all checks."""
+        """Check a request and return its volume's record and id; raise a CsiError if refused."""
         if not request.name:
             raise InvalidArgumentError("name: missing")
         check_capabilities(request.volume_capabilities)
@@ -310,7 +310,7 @@ def _create(
 
 
 def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
-    """Return the values of a prefix template's variables; "" where the request has none."""
+    """Return the values of a prefix template's variables; "" for those that the request lacks."""
     parameters = request.parameters
     return {
         "pvc.namespace": parameters.get("csi.storage.k8s.io/pvc/namespace", ""),
@@ -322,7 +322,7 @@ def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
 def _settings(
     attributes: Mapping[str, str], capabilities: Iterable[csi_pb2.VolumeCapability]
 ) -> MountSettings:
-    """Return the settings of a volume's mounts, as far as the volume chooses them.
+    """Return the mount settings that a volume's attributes and mount options ask for.
 
     Raises InvalidArgumentError for settings that every node would refuse, before a pod waits.
     """

@@ -1,8 +1,8 @@
 """The record of a volume: an object in the volume's bucket.
 
 CreateVolume writes `.fusefs/volumes/<name>.json` first, and DeleteVolume removes it last. So every
-volume has a record, and a caller that never got an answer can repeat its call and find the state. A
-record is written once, by a conditional PUT, and never changed. Mounts hide it.
+volume has a record, and a repeated call whose caller never got an answer finds the state. A record
+is written once, by a conditional PUT, and never changed. Mounts do not show the records.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ READERS = 8
 
 
 class VolumeRecordError(ValueError):
-    """An object among the records is not a valid record."""
+    """An object in the folder of the records is not a valid record."""
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeRecord:
-    """The record of one volume. `name` is the request's, `attributes` are the volume context.
+    """The record of one volume. `name` is from the request, `attributes` are the volume context.
 
     `cluster` is the id of the cluster that made the volume, or "". `made_at` distinguishes the
     volume from an earlier volume of the same name.
@@ -78,12 +78,12 @@ class VolumeRecord:
 
 
 def key_of(volume: VolumeId) -> str:
-    """The key of a volume's record, in the volume's bucket."""
+    """Return the key of a volume's record in the volume's bucket."""
     return f"{FOLDER}{volume.name}.json"
 
 
 def lost(volume: VolumeId) -> str:
-    """Return a sentence with the reasons for which a known volume may have no record."""
+    """Return a sentence with the possible reasons why a known volume has no record."""
     return (
         f"there is no record s3://{volume.bucket}/{key_of(volume)}: the volume is static or was"
         " deleted before; or somebody, or a lifecycle rule of the bucket, has removed the record"
@@ -99,18 +99,18 @@ def read(bucket: Bucket, volume: VolumeId) -> VolumeRecord | None:
 
 
 class VolumeRecords:
-    """Cached reader of all records in a bucket. Any thread may use it.
+    """A reader of all records in a bucket, with a cache. Any thread may use it.
 
-    Records never change, so a record is cached for good with its key and ETag.
+    Records never change, so the cache keeps each record until its object is gone.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ObjectVersion], VolumeRecord] = {}
-        # By bucket URL: a second reader of the same page finds the records that the first one read.
+        # A lock by bucket URL: a second thread finds the records that the first thread has read.
         self._reading: dict[str, threading.Lock] = {}
 
     def now(self, bucket: Bucket) -> Iterator[tuple[str, VolumeRecord | VolumeRecordError]]:
-        """Yield the key of each record now in the bucket, with the record or its read error.
+        """Yield the key of each record in the bucket, with the record or the error of reading it.
 
         Raises:
             StoreError: a request failed.
@@ -123,7 +123,7 @@ class VolumeRecords:
             for item, record in found:
                 yield item.key, record
         for url, item in list(self._known):
-            if url == bucket.url and item not in present:  # a volume that is deleted
+            if url == bucket.url and item not in present:  # its volume was deleted
                 self._known.pop((url, item), None)
 
     def _read_page(
@@ -149,7 +149,7 @@ class VolumeRecords:
                 if body is None:
                     continue
                 if isinstance(body, VolumeRecordError):
-                    known[item] = body  # another Secret may have the key
+                    known[item] = body  # not in the cache: another Secret may have the key
                     continue
                 try:
                     known[item] = self._known[bucket.url, item] = VolumeRecord.from_json(body)

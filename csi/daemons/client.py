@@ -1,7 +1,7 @@
-"""The driver's client of `fusefs-csi daemons`: the daemons, and copies of the mounts' descriptors.
+"""The driver's client of `fusefs-csi daemons`, the supervisor of the node's daemons.
 
 The supervisor has copies of the mounts' /dev/fuse descriptors, and loses them when it ends. So the
-keepers are asked now and then to send missing copies again.
+driver asks the keepers now and then to send missing copies again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DAEMONS_LABEL = "app.kubernetes.io/name=fusefs-csi-daemons"
 
 
 class SupervisorClient:
-    """A client of the supervisor at `address`, which has the daemons of the node called `node`."""
+    """A client of the supervisor at `address`, which runs the daemons of the node named `node`."""
 
     def __init__(self, address: launcher.SupervisorAddress, node: str = "") -> None:
         self.address = address
@@ -37,7 +37,7 @@ class SupervisorClient:
         return False
 
     def check(self) -> None:
-        """Raise UnavailableError unless the daemons' pod, which has to start daemons, runs."""
+        """Raise UnavailableError if the supervisor has to start daemons but does not run."""
         if self.address.is_needed and not self.is_there:
             raise UnavailableError(
                 f"the daemons' pod of node {self._node} does not run: nothing listens on"
@@ -49,9 +49,9 @@ class SupervisorClient:
     # --- descriptors ---
 
     def held(self) -> set[tuple[int, int]]:
-        """Return (mount number, connection) of each held descriptor; empty if nothing listens.
+        """Return (mount number, connection) of each descriptor that the supervisor holds.
 
-        Raises OSError if a process listens, but does not answer.
+        The set is empty without a supervisor. Raises OSError if the supervisor does not answer.
         """
         held = set()
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
@@ -70,19 +70,19 @@ class SupervisorClient:
         return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Ask the mount's keeper to send a copy, which follows within moments, or ControlError."""
+        """Ask the mount's keeper to send the supervisor a copy soon; may raise ControlError."""
         control.exchange(
             registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
         )
 
     def drop(self, root: KernelMount) -> None:
-        """Have the copy of a mount's descriptor closed, maybe the last one; OSError if silent."""
+        """Close the supervisor's copy of a mount's descriptor; OSError if it does not answer."""
         supervisor_protocol.drop(self._path, *_name(root))
 
     # --- daemons ---
 
     def serves(self, root: Path, *, if_silent: bool) -> bool:
-        """True if a daemon serves the mount at `root`; `if_silent` without an answer."""
+        """True if a daemon serves the mount at `root`; returns `if_silent` without an answer."""
         try:
             return supervisor_protocol.count(self._path, launcher.mount_number(root)) > 0
         except (FileNotFoundError, ConnectionRefusedError):
@@ -92,7 +92,7 @@ class SupervisorClient:
 
     def end_daemons(self, root: Path) -> None:
         """Kill the daemons of the mount at `root`."""
-        with contextlib.suppress(OSError):  # then there is none
+        with contextlib.suppress(OSError):  # no supervisor, so no daemons
             supervisor_protocol.end(self._path, launcher.mount_number(root))
 
 

@@ -1,6 +1,6 @@
 """The descriptor store: copies of the mounts' /dev/fuse descriptors, in the supervisor's process.
 
-A copy is closed when it is dropped, when its mount ends, and when the process ends.
+A copy is closed when a client drops it, when its mount ends, and when the process ends.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from functools import partial
 
 from fusefs.keeper.control import Loop
 
-# The number of a mount, and the number of its connection.
+# The name of a descriptor: the number of a mount, and the number of its connection.
 Held = tuple[int, int]
 
 
 class FdStore:
-    """Holds descriptors and owns them; `held` gives the first ones.
+    """A store of descriptors, which it owns; it begins with those in `held`.
 
     `loop` is the event loop of the process.
     """
@@ -28,17 +28,17 @@ class FdStore:
             self.hold(name, fd)
 
     def hold(self, name: Held, fd: int) -> None:
-        """Hold a descriptor under this name, instead of an earlier one."""
+        """Add a descriptor under this name; an earlier descriptor of the name is closed."""
         self.drop(name)
         self._held[name] = fd
-        # No events are asked for: POLLERR, which marks the mount's end, is reported in any case.
+        # poll(2) reports POLLERR, which marks the mount's end, even if no events are asked for.
         self._loop.watch(fd, 0, partial(self._forget, name))
 
     def _forget(self, name: Held) -> None:
         self.drop(name)
 
     def drop(self, name: Held) -> bool:
-        """Close the descriptor of this name; False if there is none."""
+        """Close the descriptor of this name; return False if there is none."""
         fd = self._held.pop(name, -1)
         if fd < 0:
             return False
@@ -47,5 +47,5 @@ class FdStore:
         return True
 
     def following(self, name: Held) -> tuple[Held, int] | None:
-        """Return the first held descriptor whose name is greater than `name`; None at the end."""
+        """Return the first name after `name` with its descriptor; None if `name` is the last."""
         return min((item for item in self._held.items() if item[0] > name), default=None)

@@ -1,7 +1,7 @@
-"""Forks the daemons of a node's mounts from the supervisor, which has done their imports.
+"""Forks the daemons of a node's mounts from the supervisor, which has imported their modules.
 
 Imports take most of the time of a daemon's start, and a third of its memory: a node that starts
-many volumes pays for them once.
+many volumes has these costs only once.
 
 No mount's process gets data of another mount. The supervisor reads neither settings nor keys nor
 the environments that it passes on, so there is no secret in the memory that forked processes share.
@@ -26,7 +26,7 @@ from fusefs.keeper import protocol, supervisor_protocol
 from fusefs.linux.libc import forbid_inspection
 from fusefs.linux.processes import Credentials, become_in_place, close_all_but, yield_memory
 
-# The function that runs a daemon in its process; returns the exit status.
+# The function that runs a daemon in its process and returns the exit status.
 Serve = Callable[[], int]
 
 # A daemon's name in the kernel's list of processes.
@@ -34,12 +34,12 @@ NAME = "fusefs.daemon"
 
 
 def prepare() -> Serve:
-    """Import what daemons need; return the function that runs a daemon. Blocks."""
+    """Import the daemons' modules and return the function that runs a daemon. Blocks."""
     from fusefs.daemon.entry import main
 
     for name in ("botocore.client", "botocore.httpsession", "botocore.session"):
         importlib.import_module(name)
-    gc.freeze()  # so that less of the shared memory is written to
+    gc.freeze()  # the collector would write to shared memory
     return main
 
 
@@ -54,7 +54,7 @@ def fork(
 ) -> int:
     """Fork a daemon with these sockets and files; return its pid.
 
-    `environment` is a file with the keeper's part of the daemon's environment, a JSON object.
+    `environment` is a file with the variables from the daemon's keeper, as a JSON object.
     Raises OSError if no process can be forked.
     """
     pid = os.fork()
@@ -68,7 +68,7 @@ def fork(
         yield_memory()
         Path("/proc/self/comm").write_text(NAME)
         become_in_place(credentials)
-        forbid_inspection()  # a change of the user may have allowed it
+        forbid_inspection()  # again, because a change of the user may have allowed it
         with open(environment, "rb") as file:
             given = dict(json.load(file))
         os.environ.update(

@@ -1,6 +1,6 @@
 """`fusefs-csi daemons`: runs the daemons of the node's mounts, without privilege.
 
-`fusefs-csi node` mounts and runs the keepers; the daemons are started here (supervisor.py), in a
+`fusefs-csi node` mounts and runs the keepers; this process starts the daemons (supervisor.py), in a
 pod of their own, so that either pod may die or be replaced without the other. This process is also
 the descriptor store (fd_store.py): a mount lives as long as this process, its keeper or its daemon
 has its /dev/fuse open.
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Supervise daemons until SIGTERM has come and they have ended; return the exit status.
+    """Supervise daemons until SIGTERM, and then until their end; return the exit status.
 
     Raises:
         OSError: the directory of the sockets cannot be used.
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     ready: Path | None = arguments.ready_file
     state.mkdir(mode=0o711, parents=True, exist_ok=True)
     if ready is not None:
-        ready.unlink(missing_ok=True)  # a killed container's, before this one in the same pod
+        ready.unlink(missing_ok=True)  # of a killed container of the same pod
     path = state / SUPERVISOR
     old = running(path)
     supervisor = Supervisor(
@@ -130,7 +130,7 @@ def _move(old: socket.socket | None, state: Path, number: int, ready: Path | Non
 
 
 def held_before(path: Path) -> dict[tuple[int, int], int]:
-    """Return copies of the descriptors that the previous supervisor holds, as far as it answers."""
+    """Return copies of the descriptors that the previous supervisor sends within `HELD_S`."""
     held: dict[tuple[int, int], int] = {}
     deadline = time.monotonic() + HELD_S
     while True:
@@ -150,7 +150,7 @@ def held_before(path: Path) -> dict[tuple[int, int], int]:
 
 
 def _fork_mover(loop: Loop, old: socket.socket | None, move: Callable[[], None]) -> None:
-    """Run `move` in a child, which ends with this process; `loop` reaps the child."""
+    """Run `move` in a child process, which dies with this process; `loop` reaps the child."""
     pid = os.fork()
     if pid:
         pidfd = os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""Moves a node's mounts from one `fusefs-csi daemons` to the next, as `fusefs upgrade` does.
+"""Moves a node's mounts from one `fusefs-csi daemons` to the next by upgrades of their daemons.
 
 Each keeper moves its own mount: it starts a new daemon under the new supervisor, the old daemon
 finishes its running requests, and the new daemon takes over. If that fails, the old daemon
@@ -21,17 +21,17 @@ from fusefs.launch import control
 
 log = logging.getLogger(__name__)
 
-# Mounts that move at the same time: each has two daemons meanwhile.
+# Number of mounts that move at the same time: each of them has two daemons meanwhile.
 AT_ONCE = 4
 EVERY_S = 0.5
 STATUS_S = 2.0
-# Time limit: a new daemon checks the bucket, for as long as requests are retried.
+# Time limit for one upgrade: a new daemon checks the bucket, and retries its requests.
 UPGRADE_S = 600.0
 PATIENCE_S = 120.0
 
 
 class Migration:
-    """Moves all mounts from the supervisor behind `old` to supervisor `number`."""
+    """Moves all mounts from the supervisor connected by `old` to the supervisor `number`."""
 
     def __init__(self, old: socket.socket, keepers: Path, number: int) -> None:
         self._old = old
@@ -50,16 +50,16 @@ class Migration:
     def _left(self) -> int:
         """Return the count of the old supervisor's daemons; 1 if it does not answer in time.
 
-        A busy node may answer late, and with 0 the remaining daemons would end unmoved.
+        A supervisor on a busy node may answer late, and 0 would end `run` with daemons unmoved.
         """
         try:
             return supervisor_protocol.ask(
                 self._old, supervisor_protocol.pack(supervisor_protocol.COUNT)
             ).a
         except TimeoutError:
-            return 1  # the answer may still come, and is the next question's then
+            return 1  # the next call may read the late answer
         except OSError:
-            return 0  # it has ended, and they with it
+            return 0  # the supervisor has ended, and its daemons too
 
     def _move(self, keeper: Path) -> None:
         try:
@@ -71,7 +71,7 @@ class Migration:
             control.exchange(keeper, {"do": "upgrade", **program}, UPGRADE_S)
             log.info("%s has moved", mountpoint)
         except control.NotAnsweringError as error:
-            log.info("%s: %s", keeper.name, error)  # its end, or its keeper's
+            log.info("%s: %s", keeper.name, error)  # the mount or its keeper has ended
         except control.ControlError as error:
             self._insist(keeper, str(error), is_hopeless=error.code == HOPELESS)
         except control.MALFORMED as error:
@@ -87,5 +87,5 @@ class Migration:
             try:
                 control.exchange(keeper, {"do": "replace"}, STATUS_S)
             except control.ControlError as error:
-                # Before Linux 6.9 this would end the mount, so it stays where it is.
+                # Before Linux 6.9 a replacement would end the mount, so the keeper refuses it.
                 log.warning("%s is not moved by force: %s", keeper.name, error)

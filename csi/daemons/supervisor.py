@@ -2,10 +2,10 @@
 
 The keepers are in another container, which is privileged; this process has no privilege but to set
 its children's users. Keepers send their requests over a named socket
-(fusefs/keeper/supervisor_protocol.py). A daemon gets /dev/fuse and its other resources from its
-keeper over their socket. A daemon whose keeper is gone continues, and is given to the next keeper
-that adopts it. Daemons are forked from this process (forking.py), and end with it. It reads nothing
-from them, as they may be hostile.
+(fusefs/keeper/supervisor_protocol.py). A daemon gets /dev/fuse and its other resources over a
+socket to its keeper. A daemon without a keeper continues, until a new keeper adopts it. Daemons are
+forked from this process (forking.py), and end with it. The process reads nothing from daemons,
+because they may be hostile.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fusefs.linux.sockets import is_trusted, send
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-# Time for daemons whose mounts are ending already, and for their uploads.
+# Time after SIGTERM for daemons whose mounts are ending already, and for their uploads.
 LINGER_S = 2.0
-# Time for a killed process to end; a process that takes over HANGING_S hangs in the kernel.
+# Time to wait for a killed process; one that lives HANGING_S after SIGKILL hangs in the kernel.
 GOING_S = 1.0
 HANGING_S = 5.0
 
@@ -54,7 +54,7 @@ class Child:
         self.doomed: float | None = None  # monotonic time of the first SIGKILL
 
     def signal(self, number: int) -> None:
-        """Send the daemon a signal; as the daemon's own user if root may not."""
+        """Send the daemon a signal, from a child with the daemon's user if root may not send it."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except PermissionError:
@@ -74,9 +74,9 @@ class Supervisor:
     `held` are the descriptors to begin with, by the numbers of mount and connection. `old` is a
     connection to the previous supervisor, which may still have daemons. If a later supervisor takes
     over the socket and then ends, this one listens again. Without `has_successor_beside` no other
-    process takes the daemons over: after SIGTERM this process ends together with them, once each
-    mount has a keeper, which holds the mount until the next process is there. Raises OSError if it
-    cannot listen.
+    process takes over the daemons: after SIGTERM this process waits until each mount has a keeper,
+    which holds the mount until the next process runs, and then ends together with the daemons.
+    Raises OSError if it cannot listen.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Supervisor:
         *,
         has_successor_beside: bool = True,
     ) -> None:
-        # Distinguishes this supervisor from others, in keepers' answers.
+        # A number that distinguishes this supervisor from others in keepers' answers.
         self.number = time.time_ns()
         self._path = path
         self._serve = serve
@@ -99,11 +99,11 @@ class Supervisor:
         self._has_successor_beside = has_successor_beside
         self._is_ending = False
         self._lingers_until = 0.0  # of the monotonic clock
-        self._orphans = 0  # as logged
+        self._orphans = 0  # the last number that was logged
         self._listen()
 
     def run(self) -> None:
-        """Serve until SIGTERM has come and all daemons have ended, or may end with this process."""
+        """Serve until SIGTERM; then until all daemons have ended or may end with this process."""
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGINT, self._end)
         while not self._is_over():
@@ -117,8 +117,8 @@ class Supervisor:
             return self._is_ending
         if self._has_successor_beside or time.monotonic() < self._lingers_until:
             return False
-        # A mount without a keeper would end with its daemon: if the driver's pod is replaced at the
-        # same time, this process waits for its new keepers.
+        # A mount without a keeper would end with its daemon: if the driver's pod, which has the
+        # keepers, is replaced at the same time, this process waits for the new keepers.
         orphans = sum(child.keeper is None for child in self._children.values())
         if orphans != self._orphans:
             log.info("%d of the daemons wait for a keeper", orphans)
@@ -126,7 +126,7 @@ class Supervisor:
         return not orphans
 
     def _end(self, _number: int, _frame: FrameType | None) -> None:
-        # Clients may still connect, ask for descriptors and daemons, and take them over.
+        # Clients may still connect, count daemons, and take over descriptors and daemons.
         if not self._is_ending:
             log.info("ending when %d daemons have", len(self._children))
             self._lingers_until = time.monotonic() + LINGER_S
@@ -140,7 +140,7 @@ class Supervisor:
         self._loop.watch(listening.fileno(), select.POLLIN, self._accept)
 
     def _keep_listening(self) -> None:
-        """Listen again if another supervisor had taken over the socket and has ended."""
+        """Listen again if another supervisor took over the socket's name and has ended."""
         if self._listener.has_name:
             return
         try:
@@ -254,7 +254,7 @@ class Supervisor:
         return child
 
     def _give(self, message: KeeperMessage) -> Child:
-        """Give the new keeper's socket to the mount's daemon that has no keeper; return it."""
+        """Pass a new keeper's socket to the mount's daemon without a keeper; return this daemon."""
         orphans = [child for child in self._of(message.d) if child.keeper is None]
         if not message.d or not orphans:
             raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
@@ -265,7 +265,7 @@ class Supervisor:
     def _retire(self, mount: int) -> int:
         """Kill a mount's daemons, also the previous supervisor's; return how many may still act.
 
-        Two daemons that serve one mount would both be wrong.
+        As long as one may act, no other daemon may serve the mount.
         """
         if not mount:
             return 0
@@ -281,12 +281,12 @@ class Supervisor:
             return left
         try:
             answer = wire.ask(self._old, wire.pack(wire.END, mount))
-            # A late answer to the previous question may arrive before this question's answer.
+            # A late answer to an earlier question, for another mount, may arrive first.
             return left + (answer.a if answer.d == mount else 1)
         except TimeoutError:
             return left + 1
         except OSError:
-            self._old = None  # it has ended, and they with it
+            self._old = None  # the previous supervisor has ended, and its daemons too
             return left
 
     def _on_exit(self, child: Child) -> None:
@@ -308,7 +308,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 def _say(client: socket.socket, packed: bytes, *fds: int) -> None:
-    with contextlib.suppress(OSError):  # it is gone, which receiving will show
+    with contextlib.suppress(OSError):  # the client is gone, as `_hear` will see
         send(client, packed, fds)
 
 

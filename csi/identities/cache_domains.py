@@ -2,9 +2,9 @@
 
 A domain stands for a store, a bucket and an identity. Its daemons run as one uid, which no other
 domain has, and share one cache directory with mode 0700, owned by that uid. The directory's owner
-is the only record of the uid, so it cannot be lost without the cache that it protects. Mounts may
-outlive the directory, as when the node gets another disk for its caches. A domain that no mount
-uses may be set aside (see `cache_gc`): its uid is reused only after the last of its files is gone.
+is the only record of the uid, so the uid cannot be lost without the cache that it protects. Mounts
+may outlive the directory, as when the node gets another disk for its caches. The directory of a
+domain that no mount uses may be removed (see `cache_gc`); the uid is reused only after that.
 
 A domain's name is a keyed hash, so the name, which mountinfo shows, reveals nothing of the keys.
 The hash's key lies beside the directories, so names survive a reboot.
@@ -28,13 +28,13 @@ from fusefs.linux.files import replace as replace_file
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
 _LEAVING = ".leaving"
-# The entries of a cache directory that cannot be fetched again (fusefs/cache/disk.py).
+# The entries of a cache directory that are not copies of S3's data (fusefs/cache/disk.py).
 _STATE = frozenset(("mounts", "format"))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDomain:
-    """One domain's user and cache directory."""
+    """The user and the cache directory of one domain."""
 
     name: str
     uid: int
@@ -43,7 +43,7 @@ class CacheDomain:
 
 @dataclass(frozen=True, slots=True)
 class DomainOnDisk(CacheDomain):
-    """A domain with the time of its last use (ns since the epoch), its directory's modification."""
+    """A domain with the time of its last use, its directory's mtime (ns since the epoch)."""
 
     used_ns: int
 
@@ -51,7 +51,7 @@ class DomainOnDisk(CacheDomain):
 class CacheDomains:
     """The domains below `directory`, with uids from `first` to `last`. Thread-safe.
 
-    `of_mounts` returns the uid of each mount on record, by the name of its domain.
+    `of_mounts` returns the uids of the mounts on record, by the names of their domains.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CacheDomains:
         last: int,
         of_mounts: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Raises OSError if the directory cannot be used."""
+        """Make `directory` and its key if they are missing; raise OSError if that fails."""
         self.directory = directory
         self._of_mounts = of_mounts
         self.lacks_uids = False
@@ -71,17 +71,17 @@ class CacheDomains:
             self._key = _key(directory / "identity.key")
 
     def name_of(self, *parts: str) -> str:
-        """Return the domain name for these parts: a keyed hash, which does not reveal them."""
+        """Return the name of the domain that `parts` identify: a keyed hash of the parts."""
         text = b"".join(len(part.encode()).to_bytes(4) + part.encode() for part in parts)
         return hmac.digest(self._key, text, "sha256").hex()[:32]
 
     def claim(self, name: str) -> CacheDomain:
-        """Return the domain of this name; its directory is made if need be.
+        """Return the domain of this name, used now; make its directory if it is missing.
 
         Raises:
             ResourceExhaustedError: all uids are taken.
-            UnavailableError: the directory cannot be made, or another domain's mounts have
-                its uid.
+            UnavailableError: the directory cannot be made, or mounts of another domain run
+                as its owner.
         """
         directory = self.directory / name
         with self.alone():
@@ -109,14 +109,14 @@ class CacheDomains:
     # --- removal of domains ---
 
     def in_use(self) -> set[str]:
-        """Return the names of the domains in use; raises ValueError if any domain may be in use."""
+        """Return the names of the domains that mounts use; ValueError if a mount's is unknown."""
         names = set(self._of_mounts())
         if not all(map(_NAME.fullmatch, names)):
             raise ValueError("the cache of a mount is not known")
         return names
 
     def touch(self, names: Iterable[str]) -> None:
-        """Update the modification times of these domains, which are in use."""
+        """Set the time of last use of these domains to now."""
         for name in names:
             with suppress(FileNotFoundError):
                 os.utime(self.directory / name, follow_symlinks=False)
@@ -132,9 +132,9 @@ class CacheDomains:
         return sorted(found, key=lambda domain: domain.used_ns)
 
     def set_aside(self, domain: CacheDomain, *, keeps_state: bool = False) -> Path:
-        """Rename a domain's directory so that no mount finds it. Only within `alone`.
+        """Move a domain's directory away from all mounts, and return the new path.
 
-        Returns the new path. With `keeps_state` the mounts' state stays, and the rest is moved.
+        With `keeps_state` the mounts' state stays at the old path. Call only within `alone`.
         """
         aside = domain.directory.with_name(f"{domain.name}.{time.time_ns():x}{_LEAVING}")
         if not keeps_state:
@@ -149,14 +149,14 @@ class CacheDomains:
         return aside
 
     def leaving(self) -> list[Path]:
-        """Return the directories that were set aside and still exist."""
+        """Return the directories from `set_aside` that still exist."""
         return [path for path in self.directory.iterdir() if path.name.endswith(_LEAVING)]
 
     def _free_uid(self, of_mounts: Collection[int]) -> int:
         taken = set(of_mounts)
         for entry in os.scandir(self.directory):
             if _NAME.match(entry.name):
-                with suppress(FileNotFoundError):  # it was set aside, and is gone by now
+                with suppress(FileNotFoundError):  # removed meanwhile
                     taken.add(entry.stat(follow_symlinks=False).st_uid)
         for uid in self._uids:
             if uid not in taken:
@@ -169,16 +169,16 @@ class CacheDomains:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the domains among threads and processes: nobody else claims one in the block."""
+        """Lock the domains for the block: no other thread or process claims one meanwhile."""
         with open(self.directory / "lock", "ab") as lock:
-            # Every user who may read the file could lock it; daemons' users can get here.
+            # Daemons' users reach the file, and could lock it if they might read it.
             os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
 def _key(path: Path) -> bytes:
-    """Return the key for the hash of names; it is made if there is none."""
+    """Read the key for the hash of names from `path`; make a key if there is none."""
     try:
         key = path.read_bytes()
     except FileNotFoundError:

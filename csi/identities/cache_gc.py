@@ -5,9 +5,9 @@ uids run out, caches are removed sooner, the longest unused first. The modificat
 domain's directory is the time of its last use. Files that were never uploaded are logged once and
 stay, with their uid: the next mount of the volume uploads them.
 
-A cache is first renamed, or moved out of its directory, so that no mount finds it or waits for it.
-Then a process with the cache's own user, which can access nothing else, removes it
-(fusefs/cache/purge.py). A removal that was killed halfway continues in the next round.
+First the cache is renamed, or moved out of its directory, so that no mount finds it or waits for
+the removal. Then a process of the cache's own user, which can access nothing else, removes the
+cache (fusefs/cache/purge.py). The next round continues a removal that was killed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 300.0
 KEEP_S = 14 * 86_400.0
-# Lower limit even if space is scarce: a pod that is replaced may be back soon.
+# An unused cache stays for this long even if space is scarce: a replaced pod may be back soon.
 KEEP_IF_SCARCE_S = 900.0
-# Both this check and a mount's claim take the lock, so the node's mounts wait this long at most.
+# Time limit for the look at a cache, during which new mounts wait for the lock of the domains.
 LOOK_TIMEOUT_S = 10.0
 REMOVAL = [sys.executable, "-P", "-m", "fusefs.cache.purge"]
 
 
 class CacheCollector(threading.Thread):
-    """Thread that checks all domains every `EVERY_S` seconds.
+    """A thread that removes unused caches, every `EVERY_S` seconds.
 
-    `shares` says how much space must stay free.
+    `shares` has the space that must stay free.
     """
 
     def __init__(self, domains: CacheDomains, shares: NodeShares) -> None:
@@ -64,7 +64,7 @@ class CacheCollector(threading.Thread):
         self._ending.set()
 
     def collect(self) -> None:
-        """Remove the caches that are due now, and finish earlier removals."""
+        """Remove the caches whose time is over, after finishing earlier removals."""
         for directory in self._domains.leaving():
             with _keeping_no_other():
                 self._finish(directory)
@@ -78,7 +78,7 @@ class CacheCollector(threading.Thread):
                     self._remove_unused(domain)
 
     def _is_scarce(self) -> bool:
-        """True if the caches leave less space or fewer inodes than they must, or no uid is free."""
+        """True if the disk has too little free space or too few inodes, or no uid is free."""
         status = os.statvfs(self._domains.directory)
         free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         return (
@@ -116,7 +116,7 @@ class CacheCollector(threading.Thread):
         self._finish(leaving)
 
     def _finish(self, directory: Path) -> None:
-        """Remove a directory that was set aside, which no mount finds any more."""
+        """Remove a directory from `CacheDomains.set_aside`, which no mount finds any more."""
         uid = directory.lstat().st_uid
         if uid == 0:
             # The process that made the directory was killed before chown.
@@ -132,7 +132,7 @@ class CacheCollector(threading.Thread):
 
 @contextlib.contextmanager
 def _keeping_no_other() -> Iterator[None]:
-    """Log an OSError of the block, which one hostile identity may cause, and carry on."""
+    """Log an OSError of the block, which a hostile identity may cause, so that others go on."""
     try:
         yield
     except OSError as error:
@@ -145,7 +145,7 @@ def _has_mounts(directory: Path) -> bool:
 
 
 def _run(what: str, directory: Path, uid: int) -> str | None:
-    """Run the purge program as this user; return its output, or None if it failed."""
+    """Run the purge program as user `uid`; return its output, or None if it failed."""
     if uid == 0:
         log.warning("%s belongs to root, so it is no cache of the driver", directory)
         return None

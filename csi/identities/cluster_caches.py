@@ -1,8 +1,8 @@
-"""Cluster caches: maps each cache domain to the S3 store near the nodes that its volumes use.
+"""Cluster caches: S3 stores near the nodes, each for the volumes of one cache domain.
 
-Anybody who may write the blocks of a cluster cache and has the domain's key can forge what readers
-get. So the administrator of the nodes maps domains to cluster caches in a TOML file, and a volume
-names only its domain (`cacheDomain`; options.py):
+Anybody who may write the blocks of a cluster cache and has the domain's key can forge the data that
+readers get. So the administrator of the nodes maps domains to cluster caches in a TOML file, and a
+volume names only its domain (`cacheDomain`; options.py):
 
     [cluster-caches.training]
     url = "s3://fusefs-cache/training"
@@ -10,8 +10,8 @@ names only its domain (`cacheDomain`; options.py):
     credentials-file = "/etc/fusefs-csi-cluster-caches/training/credentials"
     key-file = "/etc/fusefs-csi-cluster-caches/training/key"
 
-`"*"` in place of a domain's name is for volumes without a domain, except inline volumes. The
-secrets are read each time that a mount is planned, because a mounted Secret changes under its path.
+`"*"` in place of a domain's name is for volumes without a domain, except inline volumes. The driver
+reads the two files again for each new mount, because the files of a Kubernetes Secret change.
 Each mount keeps a copy of the secrets that it began with (credentials.py).
 """
 
@@ -30,9 +30,9 @@ from fusefs.cluster_cache.access import AccessError as ClusterCacheAccessError
 from fusefs.cluster_cache.access import read as check_cluster_cache
 from fusefs.settings.mount import RawValue, SettingsError, build
 
-# Entry for volumes without a cacheDomain; no domain's name may have this character.
+# The entry for volumes without a cacheDomain; no domain's name may have this character.
 OTHERS = "*"
-# The names in the file, and the mount settings that they stand for.
+# The mount settings, by their names in the file.
 _SETTINGS = {
     "url": "cluster_cache",
     "endpoint": "cluster_cache_endpoint",
@@ -51,25 +51,25 @@ class CacheSecrets:
 
     @property
     def proof(self) -> str:
-        """A digest of both secrets, as input of a keyed hash only."""
+        """A digest of both secrets, to be used only as input of a keyed hash."""
         lengths = len(self.credentials).to_bytes(8)
         return hashlib.sha256(lengths + self.credentials + self.key).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCacheConfig:
-    """One domain's cluster cache: the values of a mount's settings for it, by setting names."""
+    """One domain's cluster cache; `texts` are a mount's settings for it, by their names."""
 
     domain: str
     texts: Mapping[str, str]
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings without the paths of the secrets, because each mount has copies of these."""
+        """The settings without the paths of the secrets, of which each mount has a copy."""
         return {name: text for name, text in self.texts.items() if name not in _OF_SECRETS}
 
     def check(self, origins: Mapping[str, str]) -> None:
-        """Check that a mount could use this. Blocks. `origins` name the settings in messages.
+        """Check the settings and files; `origins` are the settings' names in messages. Blocks.
 
         Raises:
             SettingsError: a setting cannot be read.
@@ -79,7 +79,7 @@ class ClusterCacheConfig:
         check_cluster_cache(build(layer, anywhere()))
 
     def secrets(self) -> CacheSecrets:
-        """Read the secrets' files; raises FailedPreconditionError if one cannot be used. Blocks."""
+        """Read the two files; FailedPreconditionError if one cannot be used. Blocks."""
         try:
             self.check({setting: name for name, setting in _SETTINGS.items()})
             credentials, key = (Path(self.texts[name]).read_bytes() for name in _OF_SECRETS)
@@ -98,7 +98,7 @@ class ClusterCaches:
     by_domain: Mapping[str, ClusterCacheConfig] = field(default_factory=dict)
 
     def of(self, domain: str | None, *, is_inline: bool) -> ClusterCacheConfig | None:
-        """Return the cluster cache for this cacheDomain (None: unnamed); None if there is none."""
+        """Return the cluster cache for a volume's cacheDomain, or None; `domain` may be None."""
         if domain is None and is_inline:
             return None
         return self.by_domain.get(OTHERS if domain is None else domain)

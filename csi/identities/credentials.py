@@ -1,16 +1,16 @@
-"""The identity with which a volume's mount accesses S3, and its credentials for the daemon.
+"""The identity with which a volume's mount accesses S3, and the files with its credentials.
 
 There are five kinds of identity: the access keys of the volume's Secret; the role that `roleArn`
 names, which the pod's own service account assumes; the role that EKS Pod Identity associates with
-that account (`podIdentity`); anonymous; and the driver's own identity. The last one is for volumes
-that ask for no other, but never for inline volumes, since any author of a pod can write these.
+that account (`podIdentity`); anonymous; and the driver's own identity. The driver's identity is for
+volumes that name none, but never for inline volumes, since any author of a pod can write these.
 
-Secrets go into files of each mount on tmpfs, mode 0600, which the daemon's user owns, in a
-directory that root owns; the daemon's environment has the files' paths only. botocore, in the
-daemon, reads the files again before its credentials expire. Kubelet publishes each volume about
-every minute, and the files are replaced then: rotated keys and fresh tokens need nothing else.
+Secrets are written to files on tmpfs for each mount, mode 0600, which the daemon's user owns, in a
+directory that root owns; the daemon's environment has only the files' paths. botocore, in the
+daemon, reads the files again before its credentials expire. Kubelet publishes each volume again
+about every minute; then the driver replaces the files with rotated keys and fresh tokens.
 
-A Secret's SSE-C key is a part of the identity: with another key there is another mount, with a
+A Secret's SSE-C key is a part of the identity: a volume with another key gets another mount, with a
 cache of its own.
 """
 
@@ -47,7 +47,7 @@ ACCOUNT = "csi.storage.k8s.io/serviceAccount.name"
 POD_IDENTITY_AUDIENCE = "pods.eks.amazonaws.com"
 POD_IDENTITY_AGENT = "http://169.254.170.23/v1/credentials"
 
-# The files of a mount's cluster cache.
+# The names of the files with a mount's lasting secrets.
 _CACHE_CREDENTIALS = "cluster-cache-credentials"
 _CACHE_KEY = "cluster-cache-key"
 _CUSTOMER_KEY = "customer-key"
@@ -77,7 +77,7 @@ class Identity:
 
     @property
     def key_proof(self) -> tuple[str, ...]:
-        """The SSE-C key's part of `proof`, the same for mounts that share a cache; to be hashed."""
+        """The SSE-C key's part of `proof`, secret; empty without a key."""
         return ("customer key", self.customer_key.text) if self.customer_key else ()
 
 
@@ -89,10 +89,10 @@ def choose(
     *,
     is_inline: bool,
 ) -> Identity:
-    """Choose the identity for a volume. May request the driver's own keys from their source.
+    """Return the identity for a volume. May request the driver's own keys from their source.
 
     Raises:
-        InvalidArgumentError: no identity is named, or several are, or a key is invalid.
+        InvalidArgumentError: an inline volume has no identity; or identities or keys are invalid.
         FailedPreconditionError: the pod's token is missing.
         UnauthenticatedError: the driver has no credentials of its own.
     """
@@ -112,7 +112,7 @@ def _choose(
     *,
     is_inline: bool,
 ) -> Identity:
-    """Choose the identity without its SSE-C key; see `choose`."""
+    """Return the identity without its SSE-C key; raises as `choose`."""
     keys = keys_from(secrets)
     named = [
         keys is not None,
@@ -175,7 +175,7 @@ def _of_pod_identity(
 
 
 def _account(context: Mapping[str, str], attribute: str) -> tuple[str, str]:
-    """Return the pod's namespace and service account; kubelet overwrites an author's values."""
+    """Return the pod's namespace and service account as kubelet set them in the context."""
     namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
     if not namespace or not account:
         raise FailedPreconditionError(
@@ -208,10 +208,10 @@ def _own_session() -> Any:
 
 
 def _own_keys() -> AccessKeys:
-    """Return the driver's own credentials; botocore finds and renews them. May block.
+    """Return the driver's own credentials, which botocore finds and renews. May block.
 
     Raises:
-        UnauthenticatedError: there are none, or their source refuses.
+        UnauthenticatedError: the driver has no credentials, or their source refuses.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -229,7 +229,7 @@ def _own_keys() -> AccessKeys:
 
 
 class CredentialFiles:
-    """Credential files below `directory`, one directory per mount. `agent`: Pod Identity's URL."""
+    """The mounts' files of secrets, below `directory`. `agent` is the URL of EKS Pod Identity."""
 
     def __init__(self, directory: Path, agent: str = POD_IDENTITY_AGENT) -> None:
         self._directory = directory
@@ -237,7 +237,7 @@ class CredentialFiles:
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def store(self, mount: str, identity: Identity, uid: int) -> None:
-        """Replace the keys or the token of a mount's daemon, which runs as user `uid`."""
+        """Replace the file of keys or the token for a mount's daemon, which runs as `uid`."""
         directory = self._prepare(mount, uid)
         if identity.keys is not None:
             replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
@@ -247,10 +247,10 @@ class CredentialFiles:
     def store_kept(
         self, mount: str, identity: Identity, cluster_cache: CacheSecrets | None, uid: int
     ) -> None:
-        """Write a mount's lasting secrets: the files in `settings_of`.
+        """Write the secrets that stay the same for a mount: the files in `settings_of`.
 
-        The launcher, as root, reads the cluster cache's secrets. The daemon's user owns them
-        nevertheless, as a daemon that has lost its keeper starts another keeper and passes them on.
+        The launcher, as root, reads the cluster cache's secrets. The daemon's user owns the files
+        nevertheless: a daemon that lost its keeper starts another one and passes the secrets on.
         """
         directory = self._prepare(mount, uid)
         if identity.customer_key is not None:
@@ -262,7 +262,7 @@ class CredentialFiles:
     def settings_of(
         self, mount: str, identity: Identity, *, has_cluster_cache: bool
     ) -> dict[str, str]:
-        """Return the mount settings whose values are the paths of `store_kept`'s files."""
+        """Return the mount's settings with the paths of the files that `store_kept` writes."""
         names = {"customer_key": _CUSTOMER_KEY} if identity.customer_key else {}
         if has_cluster_cache:
             names["cluster_cache_credentials"] = _CACHE_CREDENTIALS
@@ -274,7 +274,7 @@ class CredentialFiles:
         directory = self._directory / mount
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
-        # Root owns the directory, so the daemon cannot add files; its group may search it.
+        # Root owns the directory, so the daemon cannot add files; the daemon's group may search it.
         os.chown(directory, 0, uid)
         directory.chmod(0o710)
         return directory
@@ -282,9 +282,9 @@ class CredentialFiles:
     def environment(
         self, mount: str, identity: Identity, store: StoreSettings, *, is_fips: bool = False
     ) -> dict[str, str]:
-        """Return the environment by which the daemon's botocore finds credentials; not secret.
+        """Return the variables by which the daemon's botocore finds credentials; not secret.
 
-        `is_fips`: the endpoint of AWS STS, too, is the one with validated cryptography.
+        With `is_fips`, AWS' STS is used at its endpoint with validated cryptography (FIPS).
         """
         directory = self._directory / mount
         variables = {
@@ -315,7 +315,7 @@ class CredentialFiles:
         return variables
 
     def remove(self, mount: str) -> None:
-        """Remove a mount's files, also those of a newer driver. They may be gone already."""
+        """Remove a mount's directory with all files, also unknown ones, if it exists."""
         directory = self._directory / mount
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(directory):

@@ -2,8 +2,8 @@
 
 A Secret's fields are `access_key_id`, `secret_access_key` and, for temporary keys, `session_token`;
 the spellings `accessKeyId` and `AWS_ACCESS_KEY_ID` are accepted, too. `customer_key` is the SSE-C
-key; a Secret may have it without access keys, for a volume that is read as a role.
-InvalidArgumentError says which field is missing, unknown or no key.
+key; a Secret may have only this key, for a volume that is accessed with a role. The functions raise
+InvalidArgumentError, which names the field that is missing, unknown or invalid.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class AccessKeys:
     session_token: str | None = field(default=None, repr=False)
 
     def environment(self) -> dict[str, str]:
-        """Return the keys as the environment variables of AWS."""
+        """Return the keys as AWS' environment variables; the token may be empty."""
         values = (self.access_key_id, self.secret_access_key, self.session_token or "")
         return {f"AWS_{name.upper()}": value for name, value in zip(_FIELDS, values, strict=True)}
 
 
 def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
-    """Return the access keys in a Secret's fields; None if it has no such field."""
+    """Return the access keys in a Secret's fields; None if the Secret has no field of them."""
     found = _fields(secrets)
     found.pop(_CUSTOMER_KEY, None)
     if not found:
@@ -49,7 +49,7 @@ def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
 
 
 def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
-    """Return the SSE-C key in a Secret's fields; None if it has none."""
+    """Return the SSE-C key in a Secret's fields; None if the Secret has no such key."""
     text = _fields(secrets).get(_CUSTOMER_KEY)
     if text is None:
         return None
@@ -60,7 +60,7 @@ def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
 
 
 def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields by their names in this module; raise InvalidArgumentError for others."""
+    """Return a Secret's fields by their names in `_ALL`; InvalidArgumentError for other names."""
     found: dict[str, str] = {}
     for name, value in own(secrets).items():  # kubelet may add tokens of service accounts
         spelling = name.lower().replace("_", "").replace("-", "").removeprefix("aws")

@@ -1,16 +1,15 @@
-"""Mounts and mount points at the system's level: look up, bind, and unmount.
+"""Mounts and mount points of the kernel: look up, bind, and unmount.
 
 Mounts are looked up in /proc/self/mountinfo, and no path that may be a mount is opened or stat'ed:
-its daemon may be dead, or never answer. A bind mount is made detached, given its flags and only
-then attached (open_tree, mount_setattr, move_mount; Linux 5.12), so no program ever sees a
-read-only one that can be written. It is made private as well: a clone is a peer of its original and
-of all its other clones (Documentation/filesystems/sharedsubtree.rst), so a mount on top of one
-pod's clone would be mounted on, and unmounted from, all pods' clones. Attached below kubelet's
-shared directory it gets new peers: the containers with `HostToContainer`.
+the mount's daemon may be dead, or never answer. A bind mount is made detached, given its flags and
+only then attached (open_tree, mount_setattr, move_mount; Linux 5.12), so programs can never write
+to a read-only bind mount. Each bind mount is also made private: a clone is a peer of its original
+and of all other clones (Documentation/filesystems/sharedsubtree.rst), so a mount on top of one
+pod's clone would be mounted on, and unmounted from, all pods' clones. A clone that is attached
+below kubelet's shared directory gets new peers, in the containers with `HostToContainer`.
 
-A bind mount can show the mount's files to pods of another group (an idmapped mount; of FUSE since
-Linux 6.12, if the daemon's answer to INIT has FUSE_ALLOW_IDMAP). Clones of it, for a subPath or a
-container, show the same.
+A bind mount can be idmapped, to show files of one group as another group's (for FUSE since Linux
+6.12, if the daemon's answer to INIT has FUSE_ALLOW_IDMAP). Clones of it keep the mapping.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, system_call, umount
 from fusefs.linux.mountinfo import KernelMount, kernel_mounts
 
-# The new mount interface has the same numbers on every architecture but alpha.
+# These system calls have the same numbers on every architecture but alpha.
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
 _SYS_MOUNT_SETATTR = 442
@@ -42,15 +41,15 @@ _MOUNT_ATTR_NODEV = 4
 _MOUNT_ATTR_IDMAP = 0x100000
 _MS_PRIVATE = 1 << 18
 
-# The number of ids; the last 32 bit number is none (user_namespaces(7)).
+# The number of ids: the last 32-bit number is not an id (user_namespaces(7)).
 _IDS = 2**32 - 1
 
-# Each loss of a daemon may add a mount on the same path; there are no other reasons.
+# The maximum number of mounts on one path: each death of a mount may add one.
 MOST_STACKED = 1000
 
 
 class _MountAttributes(ctypes.Structure):
-    """struct mount_attr of mount_setattr(2)."""
+    """The struct mount_attr of mount_setattr(2)."""
 
     _fields_ = (
         ("attr_set", ctypes.c_uint64),
@@ -61,13 +60,13 @@ class _MountAttributes(ctypes.Structure):
 
 
 class MountTable:
-    """The mounts of this process' namespace at one moment."""
+    """The mounts in this process' mount namespace at one moment."""
 
     def __init__(self) -> None:
         self._mounts = kernel_mounts()
 
     def stack(self, path: Path) -> list[KernelMount]:
-        """Return the mounts at exactly `path`, the topmost last."""
+        """Return the mounts on `path` itself, the topmost last."""
         return [mount for mount in self._mounts if mount.mountpoint == path]
 
     def top(self, path: Path) -> KernelMount | None:
@@ -80,7 +79,7 @@ class MountTable:
         return [mount for mount in self._mounts if mount.device == device]
 
     def fusefs_above(self, path: Path) -> KernelMount | None:
-        """Return a fusefs mount that `path` lies below; None if there is none."""
+        """Return a fusefs mount above `path`, on one of its parents; None if there is none."""
         for mount in self._mounts:
             if mount.is_fusefs and mount.mountpoint in path.parents:
                 return mount
@@ -90,10 +89,10 @@ class MountTable:
 def bind(
     source: Path, target: Path, *, is_read_only: bool, swapped: tuple[int, int] | None = None
 ) -> None:
-    """Mount the root of the mount at `source` on top of `target`.
+    """Bind the mount at `source` to `target`, on top of any mount there.
 
-    With `swapped`, what belongs to one of the two groups belongs to the other one at `target`: a
-    group that is shown is the other one's number at `source`, and so is one that is set.
+    With `swapped`, files of either of the two groups at `source` have the other group at `target`,
+    and a program that sets one of these groups at `target` sets the other group at `source`.
 
     Raises:
         OSError: a system call failed; nothing was mounted.
@@ -120,10 +119,10 @@ def bind(
 
 @contextlib.contextmanager
 def _swapping_namespace(one: int, other: int) -> Iterator[int]:
-    """Yield a user namespace, as a descriptor, that maps two groups to each other.
+    """Yield the descriptor of a user namespace that maps two groups to each other.
 
-    All other ids are mapped to themselves. A child makes the namespace, because a process with
-    threads cannot (unshare(2)).
+    The namespace maps all other ids to themselves. A child process makes it, because a process
+    with threads cannot (unshare(2)).
     """
     first, last = sorted((one, other))
     extents = (
@@ -149,7 +148,7 @@ def _swapping_namespace(one: int, other: int) -> Iterator[int]:
 
 
 def pop_all(path: Path) -> None:
-    """Unmount every mount at `path`, in a lazy way if it is busy.
+    """Unmount every mount on `path`; detach busy mounts (MNT_DETACH).
 
     Raises:
         OSError: a mount cannot be unmounted.
@@ -161,17 +160,17 @@ def pop_all(path: Path) -> None:
             umount(os.fspath(path), UMOUNT_NOFOLLOW)
         except OSError as error:
             if error.errno == errno.EINVAL and MountTable().top(path) is None:
-                return  # somebody else was faster
+                return  # unmounted by another process
             if error.errno != errno.EBUSY:
                 raise
             umount(os.fspath(path), UMOUNT_NOFOLLOW | MNT_DETACH)
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Make a directory at `path` if there is none. The parent exists; nothing is mounted at `path`.
+    """Make a directory at `path`, which must not be a mount, unless it exists.
 
     Raises:
-        OSError: it cannot be made, or `path` is no directory.
+        OSError: the directory cannot be made, or `path` is no directory.
     """
     try:
         path.mkdir(mode=mode)
@@ -186,7 +185,7 @@ def remove_directory(path: Path) -> None:
     """Remove an empty directory, if it exists.
 
     Raises:
-        OSError: it is not empty, or something is mounted there.
+        OSError: the directory is not empty, or something is mounted there.
     """
     with contextlib.suppress(FileNotFoundError):
         path.rmdir()

@@ -1,6 +1,6 @@
-"""The administrator's decisions about a node: directories, users, and each mount's share.
+"""The administrator's settings for a node: directories, users, and limits for each mount.
 
-The node's budget of memory and connections is the share of one mount times the maximum number of
+The node's budget of memory and connections is the limit for one mount times the maximum number of
 mounts; for disks the setting is the free space that caches have to leave.
 """
 
@@ -50,10 +50,10 @@ CACHE = Path("/var/cache/fusefs")
 log = logging.getLogger(__name__)
 
 _MEMORY_SYSTEMS = ("tmpfs", "ramfs")
-# Unused on a usual machine: systemd's documentation of uids leaves them free.
+# The default uids are unused on a usual machine: systemd's documentation of uids leaves them free.
 FIRST_UID, LAST_UID = 1_900_000_000, 1_900_009_999
 _MOST_UIDS = 100_000
-# More mounts or inline volumes than a node can have.
+# The largest value of limits: a node cannot have more mounts or inline volumes.
 _MOST = 1_000_000
 
 
@@ -81,7 +81,7 @@ class NodeConfiguration:
         return SupervisorAddress(self.state_directory / SUPERVISOR, self.daemons == "there")
 
     def prepare(self) -> None:
-        """Make the directories, which the mounts' users may search.
+        """Make the directories of state and mounts, and check the cache's disk.
 
         Raises:
             FailedPreconditionError: secrets would be on a disk, or the cache on the system's disk.
@@ -100,7 +100,7 @@ class NodeConfiguration:
 
 
 def be_the_only_driver(state: Path) -> None:
-    """Lock the node's state directory, after the end of any other driver that has locked it.
+    """Lock the node's state directory; wait for the end of another driver that has the lock.
 
     Two drivers, as of overlapping pools or a pod that was deleted by force, would each end mounts
     that the other driver is just making. The lock ends with this process. Raises OSError if the
@@ -115,14 +115,14 @@ def be_the_only_driver(state: Path) -> None:
 
 
 def check_disk(directory: Path, host_path: Path) -> None:
-    """Refuse a cache whose path on the host is a plain directory of the system's disk.
+    """Raise FailedPreconditionError if the cache `directory` is on the host's system disk.
 
-    For a bind mount, mountinfo has the directory's path within its own file system. If a disk is
-    mounted at or above `host_path`, that is only the last part of `host_path`; on the system's disk
-    it ends with all of `host_path`. So a directory of a disk that is itself bound to the same path
-    on the host needs another path there. Device numbers do not help: the container sees the
-    system's root nowhere, and kubelet's directory may be on either disk. Raises
-    FailedPreconditionError for such a cache.
+    `directory` is a bind mount of `host_path`, and mountinfo has the root of a bind mount, its path
+    within its own file system. On the system's disk the root ends with the whole of `host_path`; on
+    a disk that is mounted at or above `host_path` the root is only the last part of `host_path`, or
+    "/". So a directory of a disk that is itself bound to `host_path` on the host must have another
+    path on its disk. Device numbers do not help: the container does not see the system's root, and
+    kubelet's directory may be on either disk.
     """
     roots = [mount.root for mount in kernel_mounts() if mount.mountpoint == directory]
     if not roots:
@@ -140,7 +140,7 @@ def check_disk(directory: Path, host_path: Path) -> None:
 def _file_system(directory: Path) -> str:
     real = resolve_path(directory)
     above = [one for one in kernel_mounts() if real.is_relative_to(one.mountpoint)]
-    # Of several mounts at one path, the last one is on top.
+    # `max` returns the first of several mounts on one path.
     return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
 
 
@@ -177,7 +177,7 @@ def _add(
 
 
 def _add_places(group: argparse._ArgumentGroup) -> None:
-    """Add the flags for directories, and for the sources of daemons and credentials."""
+    """Add the flags for directories, users, cluster caches, daemons and Pod Identity."""
     kubelet = Path("/var/lib/kubelet")
     add = partial(_add, group)
     add("--kubelet-dir", Path, kubelet, "DIR", "kubelet's directory, with all target paths")
@@ -220,7 +220,7 @@ def _add_places(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """Add the limits of a mount, a pod, a namespace and the caches."""
+    """Add the flags for limits of a mount, a pod, a namespace and the caches."""
     add = partial(_add, group)
     add(
         "--max-volumes",
@@ -264,7 +264,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def add_host_path_flag(group: argparse._ActionsContainer) -> None:
-    """Add the flag for a cache on its own disk; each process that writes there has this flag."""
+    """Add `--cache-host-path`, which every process that writes to the cache has."""
     group.add_argument(
         "--cache-host-path",
         type=Path,
@@ -284,7 +284,7 @@ def _uids(text: str) -> tuple[int, int]:
 
 
 def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
-    """Make an argparse type of a setting type. argparse shows messages of this error class only."""
+    """Return a type for argparse that reads a setting and raises argparse's own error class."""
 
     def read(text: str) -> object:
         try:
@@ -296,10 +296,10 @@ def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
 
 
 def configuration_of(arguments: argparse.Namespace) -> NodeConfiguration:
-    """Return the configuration of a command line.
+    """Return the configuration from a command line.
 
     Raises:
-        ConfigurationError: a cluster cache cannot be used as it is configured.
+        ConfigurationError: the file of cluster caches, or one that it names, cannot be used.
     """
     return NodeConfiguration(
         arguments.node_id,

@@ -1,9 +1,9 @@
 """Ends a mount after its uploads, so that no written file is lost.
 
-`close` returns when a file is in the bucket, so files wait for their upload only if an upload
-failed, or if a volume has chosen `durability=local`. Then the end of the mount waits for up to
-`drainTimeout`, over as many calls as that takes. Files that cannot be uploaded by then stay on the
-node's disk, and the log says where.
+close(2) returns when a file is in the bucket, so files wait for their upload only if an upload
+failed, or if the volume has `durability=local`. Then the end of the mount waits for up to
+`drainTimeout`, during any number of calls. Files that are not uploaded by then stay on the node's
+disk, and the log says where.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fusefs.settings.types import MIB
 log = logging.getLogger(__name__)
 
 MOST_NAMED = 3
-# Time for the daemon of a mount without targets to end.
+# Time that the processes of an unused mount have to end before its uploads are looked at again.
 LINGER_S = 6.0
 
 
 class UploadingError(AbortedError):
-    """A mount has files to upload before it may end."""
+    """Files of a mount wait for their upload, before which the mount may not end."""
 
 
 class Drains:
-    """The mounts that are about to end, with the start time. One call at a time for each volume."""
+    """The mounts that are to end, and since when. One call at a time for each volume."""
 
     def __init__(self, mounts: Mounts) -> None:
         self._mounts = mounts
         self._began: dict[str, float] = {}
 
     def check(self, record: MountRecord) -> None:
-        """Return if no file waits for its upload, or if `drainTimeout` is over.
+        """Raise UploadingError if the mount may not end yet; start its `drainTimeout`.
 
         Raises:
-            UploadingError: files wait for their upload; the message names them.
+            UploadingError: files wait for their upload and `drainTimeout` has not passed.
         """
         pending = self._pending(record)
         if pending and not self._is_given_up(record):
@@ -51,10 +51,10 @@ class Drains:
             log.error("given up: %s; the files are kept below %s", pending, where)
 
     def end(self, record: MountRecord, ends: float) -> bool:
-        """End the mount; False if it stays without targets, and with nothing to upload.
+        """End a mount without targets; return False if it goes on without files to upload.
 
-        It stays if another mount namespace has a copy of a target, such as an agent's private copy
-        of kubelet's directory. No pod waits for it, and it is forced to end after `drainTimeout`.
+        The mount goes on if another mount namespace has a copy of a target, such as an agent's
+        private copy of kubelet's directory. After `drainTimeout` a call ends it by force.
 
         Raises:
             AbortedError: the daemon still has files to upload at `ends` (monotonic clock).
@@ -75,7 +75,7 @@ class Drains:
                 return True
 
     def reset(self, record: MountRecord) -> None:
-        """Forget that the mount was ending, as a pod uses it again: `drainTimeout` starts anew."""
+        """Reset the `drainTimeout` of a mount that a pod uses again."""
         self._began.pop(record.key, None)
 
     def _is_given_up(self, record: MountRecord) -> bool:
@@ -83,7 +83,7 @@ class Drains:
         return time.monotonic() - began >= record.drain_timeout_s
 
     def _pending(self, record: MountRecord) -> str:
-        """Describe the files that wait for their upload in a sentence; "" if there are none."""
+        """Return a sentence about the files that wait for their upload; "" if there are none."""
         table = MountTable()
         if table.top(Path(record.root)) is None:
             return ""
@@ -93,14 +93,14 @@ class Drains:
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
-        """Return what `_pending` does, asking the daemon without a check that there is one."""
+        """Ask the daemon, and return the same sentence as `_pending`, also without an answer."""
         status = record.status()
         try:
             if status is not None:
                 writing = status["writing"]
                 return _describe(writing, record) if writing and writing["pending_files"] else ""
         except (KeyError, TypeError, ValueError, ArithmeticError):
-            pass  # a hostile daemon's answer: its mount, too, ends when the time is over
+            pass  # from a hostile daemon: `drainTimeout` holds for its mount, too
         return f"the mount of {record.source} does not report its uploads"
 
 

@@ -1,9 +1,8 @@
 """`fusefs-csi list`: the volumes that pods of this node use, one line for each pod.
 
-It runs in the driver's container beside the driver and reads the driver's records, the kernel's
-table of mounts and the daemons' status. No mount is touched. A daemon that does not answer within a
-second, or whose answer is no valid status (a hostile daemon, or another version), is listed as
-such.
+The command runs beside the driver, in its container. It reads the driver's records, the kernel's
+table of mounts and the daemons' status, but accesses no mount. The column STATE shows if a daemon
+does not answer within a second, or gives no valid status (a hostile daemon, or another version).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NO_POD = PodRecord("", "", "")
 _HEADINGS = ("POD", "CLAIM", "VOLUME", "SOURCE", "IDENTITY", "CACHE", "PENDING", "STATE")
 
 
-# One volume of one pod, from `_row`; `cache_bytes` is the size of the identity's cache.
+# The use of a volume by a pod, made by `_row`; `cache_bytes` is the size of the identity's cache.
 Row = dict[str, Any]
 
 
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def rows_of(state: Path) -> Iterator[Row]:
-    """Yield the volumes on record below the driver's state directory, mounted or not."""
+    """Yield a row for each pod of each volume on record below `state`, mounted or not."""
     use_runtime_directory(state / RUNTIME)
     records = state / MOUNT_RECORDS
     if not records.is_dir():
@@ -56,7 +55,7 @@ def rows_of(state: Path) -> Iterator[Row]:
     table = MountTable()
     pods = PodRecords(state / POD_RECORDS).all()
     found = [(record, table.top(Path(record.root))) for record in MountRecords(records).all()]
-    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # silent daemons are not waited for in turn
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # so that silent daemons cost one time-out
         mounted = [record for record, root in found if root is not None]
         statuses = dict(
             zip(
@@ -72,7 +71,7 @@ def rows_of(state: Path) -> Iterator[Row]:
             for mount in (table.of_device(root.device) if root is not None else [])
             if mount.mountpoint.name != record.key
         ]
-        # The targets of subPaths belong to the same pod.
+        # A target for a subPath belongs to a pod that has another target, too.
         shown: list[Path | None] = [path for path in targets if "volume-subpaths" not in path.parts]
         for target in shown or [None]:
             pod = pods.get(target) if target is not None else None
@@ -117,7 +116,7 @@ def _row(
 
 
 def _count(answer: dict[str, Any], name: str) -> int:
-    """Return a count from a daemon's answer; the daemon may be hostile.
+    """Return the count `name` from a daemon's answer; the daemon may be hostile.
 
     Raises:
         KeyError, TypeError, ValueError: the value is missing or is no valid count.

@@ -1,4 +1,4 @@
-"""The driver's records of its mounts, below /run.
+"""The driver's records of its mounts, files below /run.
 
 A record is written before its mount is made and removed after the last trace of the mount, so
 everything that a killed call leaves behind belongs to a record. Records hold no secrets. A reboot
@@ -27,8 +27,8 @@ ANSWER_TIMEOUT_S = 1.0
 class MountRecord:
     """The record of one mount: `key` is its name, `root` is its path.
 
-    `arguments` stand for the publish request without its changeable parts; `settings` are the
-    mount's MountSettings as texts, `environment` is its daemon's.
+    `arguments` are those of the first publish request (see PublishRequest); `settings` are the
+    mount's MountSettings as texts, `environment` has variables of its daemon.
     """
 
     key: str
@@ -44,15 +44,15 @@ class MountRecord:
 
     @property
     def fs_group(self) -> int | None:
-        """The fsGroup that the mount shows, of its first pod; other groups' binds map it."""
+        """The fsGroup of the mount's first pod; pods of other groups get an idmapped bind mount."""
         group: int | None = json.loads(self.arguments)[1]
         return group
 
     @property
     def cache_directory(self) -> Path | None:
-        """The cache directory in the mount's settings; None if they cannot be read."""
+        """The cache directory in the mount's settings; None if the settings lack it."""
         try:
-            # Only this setting: building all of a hundred mounts takes a tenth of a second.
+            # Building all settings of a hundred mounts would take a tenth of a second.
             return Path(self.settings["cache_dir"])
         except (KeyError, TypeError):
             return None
@@ -74,7 +74,7 @@ class MountRecords(RecordFiles[MountRecord]):
 
     @contextmanager
     def one_more(self, most: int) -> Iterator[None]:
-        """Lock the records while the block adds one; ResourceExhaustedError if there are `most`."""
+        """Lock the records for a block that adds one; ResourceExhaustedError at `most` records."""
         with self._lock:
             if len(self.names()) >= most:
                 raise ResourceExhaustedError(
@@ -85,10 +85,10 @@ class MountRecords(RecordFiles[MountRecord]):
             yield
 
     def of_volume(self, volume_id: str) -> list[MountRecord]:
-        """Return the records of a volume's mounts, one for each identity."""
+        """Return the records of all mounts of a volume, which may have several identities."""
         return [record for record in self.all() if record.volume_id == volume_id]
 
     def uids_of_domains(self) -> dict[str, int]:
-        """Return the users of all mounts, by cache domain; by `?key` if the domain is unknown."""
+        """Return the uids of all mounts, by cache domain; by `?key` if the domain is unknown."""
         caches = ((record.cache_directory, record) for record in self.all())
         return {cache.name if cache else f"?{it.key}": it.uid for cache, it in caches}

@@ -1,13 +1,13 @@
-"""The mounts behind the volumes: one for each key, made once and bound to many target paths.
+"""The mounts of the volumes: one for each key, made once and bound to many target paths.
 
 Pods of a node that use a volume in the same way, as the same identity, share one mount. The target
 paths of a mount are read from mountinfo: all mounts of its file system but its own root.
 
-A mount is *alive* while its keeper or its daemon has its connection open, as their sockets show;
-the mount itself is never touched. A dead mount is unmounted from its root and made anew; its bind
-mounts stay below the new ones (see `service`). A mount whose connection only the descriptor store
-holds is resumed, and is never replaced while that may still succeed. If it cannot be resumed for
-`RESUME_S`, the store drops the connection, so that programs get an error, and the mount is dead.
+A mount is *alive* while its keeper or its daemon has the mount's connection open, as their sockets
+show; no file of the mount is accessed. A dead mount is unmounted from its root and made anew; its
+bind mounts stay below the new ones (see `service`). A mount whose connection only the descriptor
+store holds is resumed: it gets a new keeper and daemon. If that fails for `RESUME_S`, the store
+drops the connection, so that programs get an error, and the mount is dead.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from fusefs.settings.mount import MountSettings, SettingsError
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-# Time for a mount's processes to end: by themselves without a connection, and when killed.
+# Time limits for the end of a mount's processes: after the connection was aborted, after SIGKILL.
 ENDED_S = 2.0
 KILL_S = 5.0
 POLL_S = 0.05
-# The time for which a keeper would try (LONGEST_PAUSE in service.py).
+# The time for which mounts are resumed, the same as a keeper's (LONGEST_PAUSE in service.py).
 RESUME_S = 900.0
 
 
 class Mounts:
-    """The driver's mounts, below one directory. One call at a time for each volume."""
+    """The driver's mounts, with roots below one directory. One call at a time for each volume."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Mounts:
         self._files = files
         self._roots = roots
         self.supervisor = supervisor
-        # When mounts first could not be resumed, by key.
+        # The time of the first failure to resume a mount, by key.
         self._stuck: dict[str, float] = {}
-        # Children of this process, for which it has to wait.
+        # Children of this process, whose exit status it has to collect.
         self._keepers: set[subprocess.Popen[bytes]] = set()
         roots.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -79,18 +79,18 @@ class Mounts:
         return self._roots / key
 
     def unknown(self) -> list[str]:
-        """Return the keys of the mount directories that have no record."""
+        """Return the keys of the mounts whose directory exists, but which have no record."""
         return [key for key in os.listdir(self._roots) if self.records.read(key) is None]
 
     def key_behind(self, mount: KernelMount, table: MountTable) -> str | None:
-        """Return the key of the mount that is bound to a target path; None if it is unknown."""
+        """Return the key of the mount that `mount` at a target path shows; None if unknown."""
         for one in table.of_device(mount.device):
             if one.mountpoint.parent == self._roots:
                 return one.mountpoint.name
         return None
 
     def behind(self, mount: KernelMount, table: MountTable) -> MountRecord | None:
-        """Return the record of the mount that is bound to a target path; None if it has none."""
+        """Return the record of the mount that `mount` at a target path shows; None without one."""
         key = self.key_behind(mount, table)
         return self.records.read(key) if key is not None else None
 
@@ -100,11 +100,11 @@ class Mounts:
         if top is None:
             return []
         found = (one.mountpoint for one in table.of_device(top.device))
-        # Compared by name, as the root may be visible at several paths.
+        # Roots are told apart by their names, because a root may be visible at several paths.
         return [path for path in found if path.name != key]
 
     def is_alive(self, record: MountRecord, table: MountTable) -> bool:
-        """True if the mount has a keeper, or will get one; the mount is not touched."""
+        """True if the mount has a keeper, or a daemon that goes on without one."""
         root = Path(record.root)
         top = table.top(root)
         if top is None or not top.is_fusefs:
@@ -114,7 +114,7 @@ class Mounts:
         except ControlError:
             if keeper_pid(root) is not None:
                 return True
-            # A supervisor's daemon waits for a new keeper; other daemons run on without.
+            # A supervisor's daemon waits for a new keeper; other daemons go on without a keeper.
             return daemon_pid(root) is not None and not self.supervisor.serves(
                 root, if_silent=False
             )
@@ -122,7 +122,7 @@ class Mounts:
     # --- beginning ---
 
     def start(self, record: MountRecord, deadline: float) -> None:
-        """Make the record's mount, or resume it. `deadline` is of the monotonic clock.
+        """Make the record's mount, or resume it, until `deadline` (monotonic clock).
 
         Raises:
             CsiError: a new mount could not be made, and nothing is mounted; or an existing mount
@@ -131,12 +131,12 @@ class Mounts:
         root = Path(record.root)
         top = MountTable().top(root)
         if top is None:
-            self._end_processes(root)  # another mount namespace has a copy of the mount
+            self._end_processes(root)  # they may serve a copy in another mount namespace
         elif not self._is_held(top):
             self._end_processes(root)
             bind_mount.pop_all(root)
             top = None
-        self.records.write(record.key, record)  # first: a mount without a record is removed
+        self.records.write(record.key, record)  # first, because mounts without a record are ended
         if top is None:
             bind_mount.make_directory(root, 0o700)
         try:
@@ -149,7 +149,7 @@ class Mounts:
         log.info("%s is mounted for %s as uid %d", record.source, record.volume_id, record.uid)
 
     def resume(self, record: MountRecord, deadline: float) -> bool:
-        """Resume a mount that has no keeper; False if the mount is dead.
+        """Resume a mount that has no keeper; return False if the mount is dead.
 
         Raises:
             UnavailableError: the mount is not resumed yet, but may be later.
@@ -180,7 +180,7 @@ class Mounts:
                 self.supervisor.drop(root)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
-        """Start a mount, or resume the existing one."""
+        """Start the keeper and the daemon of a new mount, or of the existing one."""
         inherited = {
             name: text
             for name, text in os.environ.items()
@@ -190,7 +190,7 @@ class Mounts:
         self._reap()
         begin = resume if is_mounted else start
         try:
-            # After a roll-back the settings may have been written by a newer driver.
+            # After a roll-back the settings may be those of a newer driver, with unknown names.
             settings = MountSettings.from_texts(record.settings)
             environment = inherited | record.environment
             if not is_mounted:
@@ -221,11 +221,11 @@ class Mounts:
                 self._keepers.discard(keeper)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
-        """Make sure that the descriptor store holds the mount's descriptor and a daemon serves it.
+        """Resume a dead mount, or ask for its descriptor if the descriptor store lacks it.
 
         Raises:
-            CsiError: no daemon came up.
-            OSError, ControlError: the descriptor could not be deposited.
+            CsiError: the mount could not be resumed.
+            OSError, ControlError: the supervisor or the keeper does not answer.
         """
         table = MountTable()
         root = table.top(Path(record.root))
@@ -241,7 +241,7 @@ class Mounts:
             self.start(record, deadline)
 
     def not_held(self) -> list[str]:
-        """Return the sources of the mounts whose connection the descriptor store does not hold."""
+        """Return the sources of the mounts whose descriptors the descriptor store lacks."""
         table = MountTable()
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
         mounted = {root: source for source, root in roots if root is not None}
@@ -254,20 +254,20 @@ class Mounts:
     # --- ending ---
 
     def end(self, record: MountRecord, deadline: float, *, is_forced: bool = False) -> None:
-        """End an unused mount, and remove every trace of it.
+        """End an unused mount, and remove its directory, its files of secrets and its record.
 
         Raises:
-            AbortedError: the daemon is still at work at `deadline` (monotonic clock).
+            AbortedError: its processes still run at `deadline` (monotonic clock); not `is_forced`.
             OSError: the mount cannot be unmounted.
         """
         self.end_key(record.key, deadline, is_forced=is_forced)
         log.info("the mount of %s for %s has ended", record.source, record.volume_id)
 
     def end_key(self, key: str, deadline: float, *, is_forced: bool = False) -> None:
-        """Do the same as `end` for a mount of which only the directory may be left.
+        """End a mount as `end` does, also if only its directory is left.
 
         Raises:
-            AbortedError: the mount is still ending at `deadline` (monotonic clock).
+            AbortedError, OSError: as `end`.
         """
         root = self.root_of(key)
         with self._processes(root) as processes:
@@ -285,7 +285,7 @@ class Mounts:
         self.records.remove(key)
 
     def _have_ended(self, root: Path, processes: list[int], deadline: float) -> bool:
-        """Wait for a mount's processes and the supervisor's daemons; False if `deadline` passes."""
+        """Wait for the end of a mount's processes and daemons; False if `deadline` passes first."""
         if not _have_ended(processes, deadline):
             return False
         while self.supervisor.serves(root, if_silent=True):
@@ -296,9 +296,9 @@ class Mounts:
 
     @contextlib.contextmanager
     def _processes(self, root: Path) -> Iterator[list[int]]:
-        """Yield the processes of a mount as pidfds; first the keeper, which could start others.
+        """Yield pidfds of a mount's processes; the keeper, which could start others, comes first.
 
-        Processes in other pid namespaces are not visible here.
+        Processes in other PID namespaces, such as a supervisor's daemons, are not included.
         """
         pids: list[int | None]
         try:
@@ -319,9 +319,9 @@ class Mounts:
             self._kill(root, processes)
 
     def _kill(self, root: Path, processes: list[int]) -> None:
-        """Abort a mount's connection, and kill its processes, which would otherwise continue."""
+        """Abort a mount's connection, and kill its processes."""
         with contextlib.suppress(ControlError):
-            # By the keeper: once the mount has gone, another one may have its connection's number.
+            # The keeper has the connection open: its number may be another mount's by now.
             keeper_request(root, {"do": "abort"}, ANSWER_TIMEOUT_S)
             _have_ended(processes, time.monotonic() + ENDED_S)
         for process in processes:

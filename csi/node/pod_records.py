@@ -1,14 +1,14 @@
 """Records of the pod and the claim at each target path.
 
-`fusefs-csi list`, the metrics and the limits of inline volumes use them.
+`fusefs-csi list`, the metrics and the limits of inline volumes use the records.
 
-The scheduler counts PersistentVolumes, but not inline volumes, of which the author of one pod can
-write as many as a node may have mounts. So their number on a node is limited for each pod and each
+The scheduler counts PersistentVolumes, but not inline volumes, and one pod could have as many
+inline volumes as a node may have mounts. So their number on a node is limited for each pod and each
 namespace.
 
-A record is one file for each target path, below /run. Kubelet names the pod when it publishes, and
-again each minute, so a record that was lost comes back. If a killed driver left a record behind, it
-is removed once the pod's directory no longer exists.
+Each target path has one record, a file below /run. Kubelet repeats its publish call, which names
+the pod, each minute, so a lost record comes back. A record that a killed driver left is removed
+when the pod's directory no longer exists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLAIM_NAME = "csi.storage.k8s.io/pvc/name"
 
 @dataclass(frozen=True, slots=True)
 class PodRecord:
-    """One pod that has a volume at `target`; a field is "" if it is unknown."""
+    """The pod that has a volume at `target`; an unknown field is ""."""
 
     target: str
     namespace: str
@@ -46,21 +46,21 @@ class PodRecord:
     @classmethod
     def of(cls, target: Path, context: Mapping[str, str], *, is_inline: bool) -> PodRecord:
         """Make the record from the context of a publish call."""
-        # An inline volume's author may write any key except kubelet's.
+        # The author of an inline volume could write the provisioner's key, but not kubelet's.
         claim = "" if is_inline else context.get(CLAIM_NAME, "")
         namespace, name = context.get(POD_NAMESPACE, ""), context.get(POD_NAME, "")
         return cls(os.fspath(target), namespace, name, claim, is_inline)
 
     @property
     def directory(self) -> Path:
-        """The pod's directory, PODS/uid in PODS/uid/volumes/kubernetes.io~csi/VOLUME/mount."""
+        """The pod's directory: PODS/UID if `target` is PODS/UID/volumes/DRIVER/VOLUME/mount."""
         parents = Path(self.target).parents
         return parents[min(3, len(parents) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class InlineBounds:
-    """The maximum numbers of inline volumes of a pod, and of a namespace's pods, on a node."""
+    """The maximum numbers of inline volumes on a node, for one pod and for one namespace."""
 
     of_pod: int
     of_namespace: int
@@ -75,7 +75,7 @@ class PodRecords:
 
     @contextmanager
     def publishing(self, record: PodRecord, bounds: InlineBounds) -> Iterator[None]:
-        """Write a pod's record; if the block, which publishes its volume, fails, remove it again.
+        """Write a pod's record; remove a new record again if the block, which publishes, fails.
 
         Raises:
             ResourceExhaustedError: the pod or its namespace already has the maximum number of
@@ -94,7 +94,7 @@ class PodRecords:
             raise
 
     def note(self, record: PodRecord) -> None:
-        """Write the record of a published path's pod, if it is new. A failure is only logged."""
+        """Write a record if it is new or has changed; an OSError is only logged."""
         name = _name(record.target)
         if self._files.read(name) == record:
             return
@@ -104,7 +104,7 @@ class PodRecords:
             log.warning("the pod %s/%s is not listed: %s", record.namespace, record.name, error)
 
     def forget(self, target: Path) -> None:
-        """Remove the record of a path that is no longer published."""
+        """Remove the record of a path that is no longer published, if there is one."""
         with suppress(OSError):
             self._files.remove(_name(os.fspath(target)))
 

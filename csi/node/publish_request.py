@@ -1,7 +1,7 @@
-"""The request of one NodePublishVolume, parsed and checked without asking anybody.
+"""The request of one NodePublishVolume call, parsed and checked.
 
-Kubelet adds what it knows of the pod to the volume's context, under its own keys; all other
-attributes are written by the volume's author.
+Kubelet adds data of the pod to the volume's context, under its own keys; the volume's author has
+written all other attributes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ _ONE_TARGET = frozenset(
 # The volume id that kubelet gives an inline volume: a digest of pod uid and volume name.
 _INLINE_ID = re.compile("csi-[0-9a-f]{64}")
 _MAX_GROUP = 2**32 - 2
-# Longer numbers are too large, and Python refuses to read the longest.
+# Numbers with more digits are too large, and Python refuses to read the longest.
 _GROUP = re.compile(r"[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """One volume at one target path.
+    """A request to publish one volume at one target path.
 
-    `location` has the attributes that say where the volume is, `attributes` all other attributes of
-    its author.
+    `location` has the author's attributes with the volume's location, `attributes` all others.
     """
 
     volume_id: str
@@ -58,10 +57,10 @@ class PublishRequest:
 
     @property
     def arguments(self) -> str:
-        """The unchangeable part of the publish request, as the mount's record has it.
+        """The part of the request that must not change while the volume is published, as JSON.
 
         Kubelet publishes again every minute, and treats a refusal as the end of the pod's volume.
-        So the things that an administrator may change while pods run are left out: the mount
+        So this lacks everything that an administrator may change while pods run: the mount
         options, and the access mode, as Kubernetes documents for ReadWriteOncePod.
         """
         return json.dumps(
@@ -69,14 +68,14 @@ class PublishRequest:
         )
 
     def with_group(self, group: int | None) -> PublishRequest:
-        """The same request with another fsGroup, if both are given."""
+        """Return the request with `group` as its fsGroup; unchanged if either group is None."""
         return self if None in (self.fs_group, group) else replace(self, fs_group=group)
 
 
 def read_request(
     request: csi_pb2.NodePublishVolumeRequest, kubelet_directory: Path, own_directory: Path
 ) -> PublishRequest:
-    """Parse `request`; raises InvalidArgumentError if a field is missing or cannot be used."""
+    """Parse `request`; raise InvalidArgumentError if a field is missing or invalid."""
     if not request.volume_id:
         raise InvalidArgumentError("volume_id: missing")
     if not request.HasField("volume_capability"):
@@ -104,15 +103,15 @@ def read_request(
 
 
 def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
-    """True if a pod's author wrote the volume.
+    """True if the volume is inline, in a pod's manifest.
 
-    Kubelet says so if the CSIDriver object has podInfoOnMount; the volume id always shows it.
+    Kubelet's own key says so if the CSIDriver object has podInfoOnMount; the id always does.
     """
     return context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(volume_id))
 
 
 def target_of(text: str, kubelet_directory: Path, own_directory: Path) -> Path:
-    """Return a request's target path as mountinfo shows it, or raise InvalidArgumentError."""
+    """Return a target path with links resolved; raise InvalidArgumentError if it is not allowed."""
     if not text:
         raise InvalidArgumentError("target_path: missing")
     path = Path(text)

@@ -1,11 +1,11 @@
 """Brings the mounts into the state that their records and pods need, every few seconds.
 
 A killed driver leaves unused mounts, directories of mounts that have ended, and, if the descriptor
-store holds their connections, mounts that wait for a daemon. The records and mountinfo show all of
-them.
+store holds their connections, mounts that wait for a daemon. The reconciler finds all of them from
+the records and mountinfo.
 
-Volumes are reconciled in parallel, because a mount that hangs may take a minute: up to `AT_ONCE`
-volumes work at a time, and volumes that only wait do not count.
+Volumes are reconciled in parallel, because a mount that hangs may take a minute. Up to `AT_ONCE`
+volumes are worked on at a time; a volume that has taken `WORKING_S` counts as waiting.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fusefs.launch.control import ControlError
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-# Time to resume a mount.
+# Time limit for resuming a mount.
 START_S = 60.0
-# Resuming a mount costs half a second of processor time, and two more processes.
+# Few at a time, because resuming a mount costs half a second of processor time.
 AT_ONCE = 4
-# A volume that takes longer is waiting, and does not count as working.
+# A volume that takes longer counts as waiting, not as working.
 WORKING_S = 3.0
 
 
 class Reconciler(threading.Thread):
-    """Reconciles all volumes every `EVERY_S` seconds, in its own thread."""
+    """A thread that reconciles all volumes every `EVERY_S` seconds."""
 
     def __init__(self, mounts: Mounts, claims: Claims, draining: Drains, warming: Warmups) -> None:
         super().__init__(name="reconciler", daemon=True)
@@ -45,7 +45,7 @@ class Reconciler(threading.Thread):
         self._warmups = warming
         self._ending = threading.Event()
         self._lock = threading.Condition()
-        self._in_progress: dict[str, float] = {}  # volumes, and since when
+        self._in_progress: dict[str, float] = {}  # start times, by volume
 
     def run(self) -> None:
         while not self._ending.is_set():
@@ -56,11 +56,11 @@ class Reconciler(threading.Thread):
             self._ending.wait(EVERY_S)
 
     def stop(self) -> None:
-        """Start no more work. The next driver finishes work in progress."""
+        """Start no more reconciliations; those in progress are left to the next driver."""
         self._ending.set()
 
     def reconcile_all(self) -> None:
-        """Start the reconciliation of each volume that has no call under way."""
+        """Start the reconciliation of each volume, then remove leftovers without a record."""
         volumes: dict[str, list[MountRecord]] = {}
         for record in self._mounts.records.all():
             volumes.setdefault(record.volume_id, []).append(record)
@@ -72,13 +72,13 @@ class Reconciler(threading.Thread):
         self._remove_leftovers()
 
     def _start(self, volume_id: str, records: list[MountRecord]) -> None:
-        # Not from a pool: the interpreter waits for a pool's threads at exit.
+        # Not in a pool, because the interpreter waits for a pool's threads at exit.
         thread = threading.Thread(
             target=self._reconcile_volume, args=(volume_id, records), name="reconcile", daemon=True
         )
         try:
             thread.start()
-        except RuntimeError:  # the container has as many threads as it may have
+        except RuntimeError:  # no more threads are allowed
             self._finish(volume_id)
             raise
 
@@ -88,7 +88,7 @@ class Reconciler(threading.Thread):
             self._lock.notify()
 
     def _wait_for_turn(self, volume_id: str) -> bool:
-        """Wait until few volumes are working; False if this volume is still in progress."""
+        """Wait until few volumes work, and count this one; False if it is still in progress."""
         with self._lock:
             if volume_id in self._in_progress:
                 return False
@@ -115,7 +115,7 @@ class Reconciler(threading.Thread):
         try:
             self._reconcile(record)
         except AbortedError:
-            pass  # the next round goes on
+            pass  # the next round continues
         except (CsiError, OSError, ControlError) as error:
             log.warning("%s: %s", record.source, error)
         except Exception:
@@ -123,7 +123,7 @@ class Reconciler(threading.Thread):
 
     def _reconcile(self, record: MountRecord) -> None:
         if self._mounts.records.read(record.key) is None:
-            return  # it has ended since
+            return  # the mount has ended meanwhile
         table = MountTable()
         is_awaited = self._warmups.is_awaited(record.key)
         if not self._mounts.references(record.key, table) and not is_awaited:
@@ -134,13 +134,13 @@ class Reconciler(threading.Thread):
             self._mounts.ensure_held(record, time.monotonic() + START_S)
 
     def _remove_leftovers(self) -> None:
-        """End mounts without a record, and remove their directories, which a reboot leaves, too."""
+        """End mounts without a record; remove their directories, also those left by a reboot."""
         for key in self._mounts.unknown():
             try:
-                # A publish call that makes this mount anew claims it before it writes the record.
+                # A publish call that makes the mount anew claims `key` before it writes the record.
                 with self._claims.claim(key):
-                    is_call_here = self._mounts.records.read(key) is not None  # it came meanwhile
+                    is_call_here = self._mounts.records.read(key) is not None  # since `unknown`
                     if not is_call_here and not self._mounts.references(key, MountTable()):
-                        self._mounts.end_key(key, time.monotonic())  # else unpublish ends it
+                        self._mounts.end_key(key, time.monotonic())  # else unpublish does
             except (AbortedError, OSError) as error:
                 log.info("tried again later: %s", error)

@@ -1,7 +1,7 @@
-"""The driver's records: one JSON file each, which a newer version of the driver may have written.
+"""The driver's records, each in a JSON file, which a newer version of the driver may have written.
 
-After a roll-back the older driver finds the newer driver's records. It ignores the fields that it
-does not know, because if it ignored the whole record, a running pod would lose its mount.
+After a roll-back the older driver finds the newer driver's records. It ignores only the fields that
+it does not know: if it ignored the whole record, a running pod would lose its mount.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class RecordFiles(Generic[R]):
-    """The records below `directory`, of the dataclass `kind`. Any thread may use them."""
+    """The records in `directory`, of the dataclass `kind`. Any thread may use them."""
 
     def __init__(self, directory: Path, kind: type[R]) -> None:
         self._directory = directory
@@ -26,12 +26,12 @@ class RecordFiles(Generic[R]):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        """Return the names of all records, in order."""
+        """Return the names of all records, sorted."""
         found = (name for name in os.listdir(self._directory) if name.endswith(".json"))
         return sorted(name.removesuffix(".json") for name in found)
 
     def read(self, name: str) -> R | None:
-        """Read a record; None if it is missing or cannot be read."""
+        """Return a record; None if it is missing or cannot be read."""
         try:
             found = dict(json.loads(self._path(name).read_text()))
             known = {field.name for field in fields(self._kind)}
@@ -46,7 +46,7 @@ class RecordFiles(Generic[R]):
         return [record for record in found if record is not None]
 
     def write(self, name: str, record: R) -> None:
-        """Write a record, whole or not at all; raises OSError if it is not written."""
+        """Write a record atomically, in place of an earlier one; may raise OSError."""
         written: Any = record
         replace_file(self._path(name), json.dumps(asdict(written)))
 

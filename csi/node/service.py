@@ -4,10 +4,11 @@ There is no staging, because only publish has the pod's identity, fresh tokens a
 Publishing finds or makes the mount for the volume (see `mounts`) and binds it to the target path;
 `_plan` decides which mount, cache and cluster cache. Kubelet repeats each publish call about every
 minute, to bring fresh credentials; then the credentials are only stored. If the mount is dead, a
-new one is put on top of it: running containers see only mounts that are stacked.
+new mount is stacked on top of it, since running containers would not see a mount in its place.
 
-mountinfo and the mount records are the whole state of a volume. Each call starts from there and can
-be cut off anywhere: the next call, or the reconciler, continues. No call touches a mount.
+mountinfo and the mount records are the whole state of a volume. Each call starts from that state
+and can be cut off anywhere: the next call, or the reconciler, continues. No call accesses files of
+a mount.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ from fusefs.launch.registry import use_runtime_directory
 log = logging.getLogger(__name__)
 
 TARGET_MODE = 0o750
-# Characters of a mount's key that distinguish the mounts of one volume in metrics.
+# The number of characters of a mount's key that distinguish a volume's mounts in metrics.
 KEY_LENGTH = 8
-# Pause without a daemon. Kubelet takes up to five minutes before it starts a container again.
+# The longest pause without a daemon; kubelet starts a container again after up to five minutes.
 LONGEST_PAUSE = "15m"
 UPLOADS_POLL_S = 0.5
-# Time at the end for the daemons' container to start again, and for the reconciler to send it the
-# descriptors that it must hold.
+# Time limit, before the driver ends, for the daemons' container to start again and to get the
+# mounts' descriptors.
 HELD_S = 30.0
 HELD_POLL_S = 0.2
 
@@ -91,7 +92,7 @@ CAPABILITIES = (
 
 
 def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
-    """Make the service of a command line; CsiError or OSError if a directory cannot be used."""
+    """Make a command line's service; raise CsiError or OSError if a directory cannot be used."""
     configuration = configuration_of(arguments)
     configuration.prepare()
     be_the_only_driver(configuration.state_directory)
@@ -100,7 +101,7 @@ def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The mount that a volume needs, its secrets, and the parts of the volume to warm."""
+    """The mount that a volume needs, its secrets, and the paths of the volume to warm."""
 
     identity: Identity
     record: MountRecord
@@ -114,7 +115,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     register = staticmethod(csi_pb2_grpc.add_NodeServicer_to_server)
 
     def __init__(self, configuration: NodeConfiguration, stores: Stores) -> None:
-        """Raises CsiError or OSError if a directory cannot be used."""
+        """Start the background threads; raise CsiError or OSError for an unusable directory."""
         self._configuration = configuration
         self._stores = stores
         configuration.prepare()
@@ -143,8 +144,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def close(self) -> None:
         """Stop the background threads. The mounts stay.
 
-        Waits for up to `HELD_S` until the daemons' container holds every mount's connection,
-        because the keepers end with this process' container.
+        Before, wait for up to `HELD_S` until the daemons' container holds every mount's
+        descriptor, because the keepers end with this process' container.
         """
         if self._mounts.supervisor.address.is_needed:
             self._wait_until_held(time.monotonic() + HELD_S)
@@ -172,13 +173,13 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 cold = self._publish_if_warm(request, publish, ends)
             if cold is None:
                 return csi_pb2.NodePublishVolumeResponse()
-            # Not under the claim, so that running pods of the volume need not wait.
+            # Without the claim, so that calls for other pods of the volume need not wait.
             self._warmups.wait(*cold, publish.target, ends)
 
     def _publish_if_warm(
         self, request: Request, publish: PublishRequest, ends: float
     ) -> tuple[MountRecord, WarmOption] | None:
-        """Publish and return None, or return the mount and the warm-up that has to come first."""
+        """Publish and return None, or return the mount and the warm-up that must come first."""
         table = MountTable()
         pod = PodRecord.of(publish.target, request.volume_context, is_inline=publish.is_inline)
         if self._refresh_if_published(request, publish, table, ends):
@@ -191,10 +192,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _refresh_if_published(
         self, request: Request, publish: PublishRequest, table: MountTable, ends: float
     ) -> bool:
-        """Renew a published volume's credentials; True if the volume is published there and alive.
+        """Renew a volume's credentials if it is published at the path; True if its mount is alive.
 
-        A mount without a keeper is resumed: otherwise, with rotated keys or other mount options,
-        the volume would get a second mount on top of a live one.
+        A mount without a keeper is resumed here: otherwise, with rotated keys or other mount
+        options, the volume would get a second mount on top of the first one.
         """
         top = table.top(publish.target)
         if top is None:
@@ -203,7 +204,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             raise AlreadyExistsError(f"{publish.target}: {top.filesystem} is mounted there")
         record = self._mounts.behind(top, table)
         if record is None:
-            return False  # the mount had died and was made anew
+            return False  # a dead mount, which was made anew elsewhere
         root = table.top(Path(record.root))
         is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
         is_same = publish.with_group(record.fs_group).arguments == record.arguments
@@ -222,7 +223,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 raise InvalidArgumentError("its Secret is empty now")
             self._files.store(record.key, identity, record.uid)
         except (CsiError, OSError) as error:
-            # An error would make kubelet remove the running pod's volume.
+            # Logged only: an error would make kubelet remove the running pod's volume.
             log.warning("%s: its credentials stay as they are: %s", publish.volume_id, error)
 
     def _refuse_second_target(self, publish: PublishRequest, table: MountTable) -> None:
@@ -246,12 +247,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if plan.warm.paths and not warm.paths:
             log.info("%s: no part is fetched for pod %r: it has no number", publish.volume_id, pod)
         if self._mounts.is_alive(record, MountTable()):
-            self._mounts.records.write(record.key, record)  # it may have been lost
+            self._mounts.records.write(record.key, record)  # the file may be lost
             self._store_secrets(plan)
         else:
             self._begin(plan, ends)
         if self._warmups.blocks_publish(record, warm):
-            # Under the claim: the only use of the mount is this waiting target.
+            # Under the claim, because only this waiting target keeps the mount from its end.
             self._warmups.add_waiter(record.key, warm, publish.target)
             return record, warm
         self._bind(record, publish)
@@ -266,7 +267,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if at_target is None:
             bind_mount.make_directory(publish.target, TARGET_MODE)
         elif root is not None and at_target.device == root.device:
-            return  # it was resumed
+            return  # the mount is bound already
         source, is_read_only = Path(record.root), publish.is_read_only
         own, shown = publish.fs_group, record.fs_group
         if own is None or shown is None or own == shown:
@@ -290,7 +291,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._mounts.start(plan.record, ends)
         except CsiError as error:
             if self._mounts.references(plan.record.key, MountTable()):
-                # Running pods use it, and the reconciler may still resume it, so this is not final.
+                # Not final: running pods use the mount, and the reconciler may still resume it.
                 raise UnavailableError(str(error)) from error
             self._mounts.end(plan.record, time.monotonic(), is_forced=True)
             raise
@@ -313,10 +314,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         return identity, location, options
 
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
-        """Choose the mount that a volume needs, new or existing, and the parts of it to warm."""
+        """Return the existing record of the mount that a volume needs, or write a new record."""
         identity, location, options = self._who(request, publish)
         cluster_cache = None
-        if identity.customer_key is None:  # what is encrypted with that key is stored nowhere else
+        if identity.customer_key is None:  # a cluster cache would store the data without it
             cluster_cache = self._configuration.cluster_caches.of(
                 options.cache_domain, is_inline=publish.is_inline
             )
@@ -340,12 +341,12 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         known = self._mounts.records.read(key)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
-        self._warmups.forget(key)  # an earlier mount's
+        self._warmups.forget(key)  # records of an earlier mount
         location.store.check_address()
         with (
             self._claims.claim(
                 key, ends
-            ),  # the reconciler may just remove what an earlier one left
+            ),  # waits for the reconciler, which removes directories of earlier mounts
             self._mounts.records.one_more(self._configuration.most_volumes),
         ):
             domain = self._domains.claim(name)
@@ -400,7 +401,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             except UploadingError:
                 if time.monotonic() + UPLOADS_POLL_S > ends:
                     raise
-            # Not under the claim, so that the volume's next pod need not wait for these uploads.
+            # Without the claim, so that the volume's next pod need not wait for these uploads.
             time.sleep(UPLOADS_POLL_S)
 
     def _unpublish(self, volume_id: str, target: Path, ends: float) -> None:
@@ -412,7 +413,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         for mount in stack:
             record = self._mounts.behind(mount, table)
             if record is not None and record.volume_id != volume_id:
-                return  # another volume is mounted here; this volume is not
+                return  # another volume is mounted at the target
             key = self._mounts.key_behind(mount, table)
             if record is None and key is not None:
                 lost.add(key)
@@ -443,17 +444,17 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                     self._warmups.forget(record.key)
                 else:
                     log.info("%s: the mount goes on for a copy of %s", record.source, target)
-        for key in lost:  # mounts whose records are no more
+        for key in lost:  # mounts whose records were lost
             if not self._mounts.references(key, MountTable()):
                 self._mounts.end_key(key, ends)
 
     # --- queries ---
 
     def metrics_targets(self) -> list[MetricsTarget]:
-        """Return the volumes of this node, for the metrics, with the pods that use them.
+        """Return this node's mounts, with labels for their metrics and the pods that use them.
 
-        A volume with several mounts on this node (one for each identity) is named with the end of
-        the mount's key as well: no two mounts have the same labels.
+        The label is the volume's id; if a volume has several mounts on this node, the end of the
+        mount's key is added, so that no two mounts have the same label.
         """
         records, table, pods = self._mounts.records.all(), MountTable(), self._pods.all()
         counts = Counter(record.volume_id for record in records)
@@ -485,7 +486,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         )
 
     def _published_path(self, text: str) -> Path:
-        """Return the target path; raise VolumeNotFoundError if no volume may be published there."""
+        """Return a target path; raise VolumeNotFoundError if no volume can be published there."""
         directory = self._configuration.kubelet_directory
         try:
             return target_of(text, directory, self._own)

@@ -1,15 +1,15 @@
 """Warms volumes: fetches them into the node's cache before, or while, their pods start.
 
-On request, the mount's daemon does the work (`fusefs warm`). Only the driver can use the daemon's
-socket, so a pod's author says in the volume's attributes what to fetch. A pod that waits for
-warming is published in several calls: each call waits until its deadline and then ends with ABORTED
-and the progress; the next call continues. Meanwhile the mount is kept without a bound target. When
-`warmTimeout` is over, the pod starts and the warming continues.
+The mount's daemon does the work on request, as for `fusefs warm`. Only the driver can use the
+daemon's socket, so a pod's author names the paths to fetch in the volume's attributes. A pod that
+waits for warming is published in several calls: each call waits until its deadline and then ends
+with ABORTED and the progress; the next call continues. Meanwhile the mount stays without a bound
+target. When `warmTimeout` is over, the pod starts and the warming continues.
 
 A mount is warmed only once, however many pods use it; if each pod fetches its own part
-(`warmShards`), each part is fetched once. The start time and the waiting targets are recorded
-beside the mounts' records, so a restarted driver knows them. Times are of the monotonic clock,
-which all processes of a boot share.
+(`warmShards`), each part is fetched once. Start times and waiting targets are on record beside the
+mounts' records, for a restarted driver. All times are of the monotonic clock, which all processes
+since the machine's boot share.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
 POLL_S = 0.5
-# Kubelet calls again within two minutes; after five minutes it has given up.
+# A target counts as waiting for this long: kubelet calls again within two minutes, or gives up.
 PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A warm-up: times of the first publish (`began`) and of each target's last (`waiting`)."""
+    """A warm-up, which `began` with the first call; `waiting` has each target's last call."""
 
     began: float
     is_over: bool = False
@@ -56,7 +56,7 @@ class Warmups:
         self._lock = threading.Lock()
 
     def begin(self, record: MountRecord, warm: WarmOption) -> None:
-        """Start the warm-up of a served mount, unless it has had one; does not wait for its end.
+        """Start the warm-up of a served mount, unless it has had one, without waiting for the end.
 
         A failure is only logged, because the volume is published already.
         """
@@ -79,7 +79,7 @@ class Warmups:
         return known is None or not known.is_over
 
     def add_waiter(self, key: str, warm: WarmOption, target: Path) -> float:
-        """Record that a target waits; return when the first waiting call for this warm-up began.
+        """Record that a target waits; return the time at which the warm-up's first call began.
 
         The time is in seconds of the monotonic clock. Raises OSError if the record cannot be
         written.
@@ -92,10 +92,10 @@ class Warmups:
         return self._change(_name(key, warm), add).began
 
     def wait(self, record: MountRecord, warm: WarmOption, target: Path, ends: float) -> None:
-        """Return when the mount is warm, or the volume's `warmTimeout` has passed.
+        """Wait until the mount is warm, warming has failed or `warmTimeout` has passed.
 
         Raises:
-            AbortedError: not done at `ends` (monotonic clock); the message has the progress.
+            AbortedError: the wait is not over at `ends` (monotonic clock); has the progress.
         """
         began = self.add_waiter(record.key, warm, target)
         status = "is starting"
@@ -110,7 +110,7 @@ class Warmups:
             except ControlError as error:
                 status = str(error)
                 break
-            except MALFORMED:  # a hostile daemon's, or one's of another version
+            except MALFORMED:  # from a hostile daemon, or one of another version
                 status = "the mount reports no progress"
                 break
             now = time.monotonic()
@@ -126,15 +126,15 @@ class Warmups:
         self._change(_name(record.key, warm), lambda known: replace(known, is_over=True))
 
     def is_awaited(self, key: str) -> bool:
-        """True if a publish call waits for the warm-up of a mount without a bound target."""
+        """True if a target waits for the mount's warm-up: the mount must not end."""
         records = filter(None, map(self._files.read, self._names(key)))
         since = max((when for record in records for when in record.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S
 
     def remove_waiter(self, key: str, target: Path) -> None:
-        """Record that the target no longer waits: the mount is bound to it, or the pod is gone.
+        """Remove a target from the records: the mount is bound to it, or the pod is gone.
 
-        If that cannot be recorded, the target counts as waiting for `PATIENCE_S`.
+        If the record cannot be written, the target counts as waiting for `PATIENCE_S`.
         """
         for name in self._names(key):
             known = self._files.read(name)
@@ -151,7 +151,7 @@ class Warmups:
                 log.warning("%s stays on record as waiting: %s", target, error)
 
     def forget(self, key: str) -> None:
-        """Remove the records of a mount that has ended."""
+        """Remove the warm-up records of a mount that has ended."""
         for name in self._names(key):
             self._files.remove(name)
 
@@ -162,17 +162,17 @@ class Warmups:
             return record
 
     def _names(self, key: str) -> list[str]:
-        """Return the names of a mount's records: one for the whole mount, one for each part."""
+        """Return the names of a mount's records, of the whole warm-up and of its parts."""
         return [name for name in self._files.names() if name.partition(".")[0] == key]
 
 
 def _name(key: str, warm: WarmOption) -> str:
-    """Return the name of the record of a mount's warm-up, or of its part's warm-up."""
+    """Return the name of the record for the warm-up of a mount, or of one part of it."""
     return key if warm.part is None else f"{key}.{warm.part}"
 
 
 def _describe(jobs: list[Message]) -> str:
-    """Describe the progress of warming jobs, or their end."""
+    """Return a text about the progress of warming jobs, or about their results."""
     if all(map(warm_jobs.has_ended, jobs)):
         return "; ".join(
             f"{job['path'] or '.'}: {status_report.warm_progress(job)}" for job in jobs
@@ -181,7 +181,7 @@ def _describe(jobs: list[Message]) -> str:
 
 
 def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
-    """Return the daemon's warming jobs for the volume's paths; start those that are missing."""
+    """Return the daemon's warming jobs for the volume's paths; start the missing jobs."""
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
     jobs = {job.get("id", job["path"]): job for job in answer["jobs"]}

@@ -1,7 +1,7 @@
 """Checks of volume capabilities, the same for the controller's and the node's calls.
 
-Every access mode but the unknown one is accepted. Several writers on several nodes get what S3
-gives them: each object is the whole object of one writer.
+Every access mode but UNKNOWN is accepted. If several nodes write an object, S3 has the whole object
+of one of the writers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FS_TYPES = frozenset(("", "fusefs"))
 
 
 def check_capability(capability: csi_pb2.VolumeCapability) -> None:
-    """Raises InvalidArgumentError if no volume of this driver can be used in this way."""
+    """Raise InvalidArgumentError if volumes of this driver do not have this capability."""
     if capability.HasField("block"):
         raise InvalidArgumentError("volumeMode: a bucket is no block device; use Filesystem")
     if not capability.HasField("mount"):
@@ -31,7 +31,7 @@ def check_capability(capability: csi_pb2.VolumeCapability) -> None:
 
 
 def check_capabilities(capabilities: Iterable[csi_pb2.VolumeCapability]) -> None:
-    """Check every capability with `check_capability`; InvalidArgumentError if there is none."""
+    """Call `check_capability` for each; raise InvalidArgumentError if there are none."""
     given = list(capabilities)
     if not given:
         raise InvalidArgumentError("volume_capabilities: missing")

@@ -2,7 +2,7 @@
 
 A volume is a bucket or a prefix of a bucket, in a configured store. The id of a volume that the
 driver made is `<store>/<bucket>/<name>`; for other volumes an administrator chooses any id. The
-location of both kinds is in the attributes; CreateVolume writes it there.
+attributes of both kinds of volume have the location.
 
 The functions raise InvalidArgumentError, whose message names the attribute and the reason.
 """
@@ -20,11 +20,11 @@ from csi.volume.stores import AWS, Stores, StoreSettings, is_region
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.store.s3.settings import obstacle as bucket_obstacle
 
-# The attributes that say where a volume is; all others are settings of its mounts.
+# The attributes with a volume's location; all other attributes are options for its mounts.
 LOCATION_KEYS = frozenset(("store", "bucket", "prefix", "region"))
 # Prefixes of the keys that kubelet and the sidecars add to attributes and parameters.
 _ADDED = ("csi.storage.k8s.io/", "storage.kubernetes.io/")
-# An S3 key has at most 1024 bytes; the others are left for the names of files.
+# The maximum number of bytes: a key in S3 has at most 1024, of which file names need some.
 MAX_PREFIX = 900
 # The maximum length of a field in the CSI specification.
 MAX_ID = 128
@@ -48,7 +48,7 @@ class VolumeId:
 
     @classmethod
     def parse(cls, text: str) -> VolumeId | None:
-        """Parse a volume id; None if no volume of CreateVolume can have this id."""
+        """Parse a volume id; return None if CreateVolume makes no such id."""
         parts = text.split("/")
         if len(parts) != 3 or len(text.encode()) > MAX_ID:
             return None
@@ -59,9 +59,9 @@ class VolumeId:
 
 
 def new_volume_id(store: str, bucket: str, name: str) -> VolumeId:
-    """Return the id for a name that the caller chose, which may be any text.
+    """Return the id for a volume's name, which the caller chose and which may be any text.
 
-    A name that does not fit into an id is replaced by a digest.
+    A name that does not fit into an id is replaced by its digest.
     """
     if VolumeId.parse(str(VolumeId(store, bucket, name))) is None:
         name = "volume-" + hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -82,12 +82,12 @@ class Location:
 
 
 def own(given: Mapping[str, str]) -> dict[str, str]:
-    """Return parameters or attributes without the entries that kubelet and the sidecars add."""
+    """Return parameters or attributes without the entries of kubelet and the sidecars."""
     return {name: value for name, value in given.items() if not name.startswith(_ADDED)}
 
 
 def without_location(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Return only the attributes that are settings of a volume's mounts."""
+    """Return the attributes that are options for a volume's mounts, without its location."""
     return {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
 
 
@@ -112,14 +112,14 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
 
 
 def is_bucket(text: str) -> bool:
-    """True if `text` is a valid bucket name. Anything else could be another host, or an ARN."""
+    """True if `text` is a valid bucket name: other texts could be another host, or an ARN."""
     return bool(_BUCKET.fullmatch(text)) and ".." not in text and not _ADDRESS.fullmatch(text)
 
 
 def normal_prefix(text: str) -> str:
     """Return the normal form of a prefix: "" for a whole bucket, else without a leading slash.
 
-    It ends with one slash, so that `team-a` does not include `team-ab`.
+    The prefix ends with one slash, so that `team-a` does not include `team-ab`.
     """
     if text in ("", "/"):
         return ""
@@ -147,7 +147,7 @@ def _check_segment(prefix: str, segment: str) -> None:
 
 
 def fill_in(template: str, values: Mapping[str, str]) -> str:
-    """Fill in the `${variables}` of a prefix template; return the normal form of the prefix."""
+    """Return the prefix for a template with `${variables}`, in its normal form."""
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]
@@ -169,7 +169,7 @@ def fill_in(template: str, values: Mapping[str, str]) -> str:
 
 
 def has_segment(template: str, segment: str) -> bool:
-    """True if `segment` is one whole segment of a prefix or template."""
+    """True if one of the segments of a prefix or template, between slashes, is `segment`."""
     return segment in template.split("/")
 
 

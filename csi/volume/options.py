@@ -1,10 +1,10 @@
 """The options for a volume's mounts, from its attributes and mount options.
 
 Both accept the settings of `fusefs mount` that a user of a node may choose, under the setting's own
-name (`cache-size`) or in Kubernetes' spelling (`cacheSize`). Attributes also choose the identity,
-the end of the volume, and the files to fetch before they are read (`_OWN`). Anything else is
-refused by name: settings that name a path of the node, reach another host, or are for the node to
-decide. An inline volume may have fewer options, since any author of a pod can write one.
+name (`cache-size`) or in Kubernetes' spelling (`cacheSize`). Attributes in `_OWN` also choose the
+identity, the time limit for uploads at the end, and the files to fetch before they are read. All
+other options are refused: settings that name a path of the node, reach another host, or are for the
+node to decide. An inline volume may have fewer options, since any author of a pod can write one.
 
 The functions raise InvalidArgumentError, whose message names the attribute or option.
 """
@@ -21,7 +21,7 @@ from fusefs.settings.mount import Layer, MountSettings, RawValue, SettingsError,
 from fusefs.settings.sources import split_options
 from fusefs.settings.types import DURATION, SIZE, SWITCH, Durability, MinFree, MountSource
 
-# Settings whose values are accepted as they are.
+# Settings whose values the driver does not limit.
 _FREE = frozenset(
     (
         "read_only",
@@ -64,7 +64,7 @@ _OWN = frozenset(
         "warmTimeout",
     )
 )
-# Attributes for which an administrator is responsible.
+# Attributes that only an administrator may set, not the author of an inline volume.
 _NOT_INLINE = frozenset(("cacheDomain", "allowLocalDurability"))
 _KNOWN_FLAGS = {"ro": ("read_only", "true"), "rw": ("read_only", "false")}
 
@@ -72,9 +72,9 @@ _ROLE = re.compile(r"arn:[a-z0-9-]+:[a-z0-9-]*:[a-z0-9-]*:[0-9]*:role/[\w+=,.@/-
 _DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DRAIN_TIMEOUT_S = 600.0
 WARM_TIMEOUT_S = 600.0
-# Kubernetes' maximum of completions of an Indexed Job with a backoffLimitPerIndex.
+# The maximum number of pods that a Kubernetes Job with a backoffLimitPerIndex completes.
 MOST_SHARDS = 100_000
-# Each path is a job of the daemon; a directory or a pattern stands for any number of files.
+# The maximum number of paths, each a job of the daemon; a path may be a directory or a pattern.
 MOST_WARM_PATHS = 100
 # The end of the names of numbered pods. An Indexed Job names its pods JOB-INDEX-RANDOM (the random
 # part has these letters, so that it is no word); a StatefulSet, and the workers of most operators,
@@ -82,18 +82,18 @@ MOST_WARM_PATHS = 100
 _NUMBERED = re.compile(r"-([0-9]{1,5})(?:-[bcdfghjklmnpqrstvwxz2456789]{5})?\Z")
 # The maximum length of a key in bytes.
 _LONGEST_KEY = 1024
-# Longer retries of a request would outlast its caller.
+# The maximum time for a request's retries: its caller does not wait any longer.
 LONGEST_RETRY_S = 300.0
-# A change of policies takes effect in some places first; a minute of refusals may pass by itself.
+# More than a minute, because refusals may pass while a change of policies spreads.
 REVOKE_AFTER = "120s"
 
 
 @dataclass(frozen=True, slots=True)
 class WarmOption:
-    """The paths of a volume that are fetched before they are read, relative to it; "" is all of it.
+    """The paths of a volume to fetch before they are read; "" stands for the whole volume.
 
-    With `is_first` a pod starts only when they are fetched, or after `timeout_s`. With `shards` the
-    files are split into that many parts, and each pod fetches `part`, counted from 0.
+    With `is_first` a pod starts only when the files are fetched, or after `timeout_s`. With
+    `shards` the files are split into so many parts; a pod fetches `part`, counted from 0.
     """
 
     paths: tuple[str, ...] = ()
@@ -103,11 +103,11 @@ class WarmOption:
     part: int | None = None
 
     def of_pod(self, name: str) -> WarmOption:
-        """Return the option for a pod of this name; a name without a number fetches nothing.
+        """Return the option for the pod of this name; with `shards` its number chooses the part.
 
-        Kubelet sends a driver the pod's name, but neither its labels nor its annotations; to read
-        these from the API server, every node would need the right to read all pods. The controllers
-        of numbered pods put the number into the name.
+        A pod without a number in its name then fetches nothing. Kubelet sends a driver the pod's
+        name, but neither its labels nor its annotations; to read these from the API server, every
+        node would need the right to read all pods.
         """
         if self.shards is None:
             return self
@@ -119,8 +119,8 @@ class WarmOption:
 class Options:
     """The options that a volume's attributes and mount options ask for.
 
-    `settings` are the texts of `fusefs mount`'s settings, by field; `wanted` are their values, with
-    placeholders for paths. Times are in seconds.
+    `settings` are the texts of settings of `fusefs mount`, by field names; `wanted` has the values
+    of these settings, with placeholders for paths. Times are in seconds.
     """
 
     settings: Layer
@@ -135,7 +135,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NodeShares:
-    """The node's limits for one mount. Sizes are in bytes; None is no limit."""
+    """The node's limits for one mount. Sizes are in bytes; None means no limit."""
 
     memory_limit: int
     max_connections: int
@@ -227,7 +227,7 @@ def _wanted(settings: Layer) -> MountSettings:
 
 
 def anywhere() -> Layer:
-    """Return a placeholder location, to check settings with."""
+    """Return placeholders for the settings that have no default, to check other settings with."""
     return {
         "source": RawValue("s3://bucket", "source"),
         "mountpoint": RawValue("/mnt", "mountpoint"),
@@ -236,7 +236,7 @@ def anywhere() -> Layer:
 
 
 def _check_tenant(settings: Layer, attributes: Mapping[str, str]) -> None:
-    """Refuse options that harm others on the node: long waits for uploads, long logs."""
+    """Refuse an inline volume's options that harm others: long waits for uploads, long logs."""
     if _duration(attributes, "drainTimeout", DRAIN_TIMEOUT_S) > DRAIN_TIMEOUT_S:
         raise InvalidArgumentError(
             f"drainTimeout: at most {DURATION.show(DRAIN_TIMEOUT_S)} for an inline volume"
@@ -330,16 +330,16 @@ def mount_layer(
     is_read_only: bool,
     fs_group: int | None,
 ) -> dict[str, RawValue]:
-    """Return the settings of a volume's mount as texts, but for the paths and the user.
+    """Return the texts of all settings of a volume's mount except the paths and the user.
 
-    `cluster_cache` has the settings of the domain's cluster cache.
+    `cluster_cache` has the texts of the settings of the domain's cluster cache.
     """
     layer = {"read_only": RawValue("false", "the driver's default"), **options.settings}
     if is_read_only:
         layer["read_only"] = RawValue("true", "the access mode")
     if fs_group is not None:
         layer["gid"] = RawValue(str(fs_group), "fsGroup")
-        # Kubernetes: files belong to the group, and permissions are OR'd with rw-rw----.
+        # As Kubernetes specifies, files belong to the group, which may read and write them.
         layer["shared_group"] = RawValue("true", "fsGroup")
     layer |= _limited(options, shares)
     store = location.store
@@ -351,10 +351,10 @@ def mount_layer(
         "ca_bundle": str(store.ca_bundle) if store.ca_bundle else None,
         "anonymous": "true" if options.is_anonymous else None,
         "min_free": str(shares.min_free),
-        # After its rights end, an identity may still read from the cache for this long.
+        # The time for which an identity whose rights have ended may still read from the cache.
         "revoke_after": REVOKE_AFTER,
         "allow_other": "true",
-        # The cache directory is for one identity, whose keys may change.
+        # Mounts of one identity share the cache directory, even if the identity's keys change.
         "shared_cache": "true",
         # The log goes to standard error, which is the container's log.
         "foreground": "true",
@@ -368,7 +368,7 @@ def mount_layer(
 
 def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
     settings, wanted = options.settings, options.wanted
-    # If a volume does not say, it gets the node's share, which may exceed a mount's default.
+    # A volume without these settings gets the node's share, which may exceed a mount's default.
     memory_limit, connections = shares.memory_limit, shares.max_connections
     if "memory_limit" in settings:
         memory_limit = min(wanted.memory_limit, memory_limit)
@@ -387,7 +387,7 @@ def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
 
 
 def finished(layer: Layer, **more: str) -> MountSettings:
-    """Build the settings from a layer and the texts that it lacks."""
+    """Build the settings from a layer and the texts in `more`; the texts in `more` win."""
     try:
         return build({name: RawValue(text, name) for name, text in more.items()}, layer)
     except SettingsError as error:

@@ -1,8 +1,8 @@
-"""The S3 stores that volumes may be in: those that the driver's configuration names.
+"""The S3 stores that volumes may be in, from a file of the driver's configuration.
 
-The author of a PersistentVolume or a pod decides where the driver sends requests signed with its
-own or the pod's credentials. So authors choose a store by its name and never write an address. The
-store `aws` always exists.
+Requests to a store are signed with the driver's own or a pod's credentials. So the author of a
+PersistentVolume or a pod chooses a store by its name and cannot write an address. The store `aws`
+always exists.
 
 The file is TOML:
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 AWS = "aws"
 AWS_AUDIENCE = "sts.amazonaws.com"
-# A volume id has a store's, a bucket's and a volume's name, and at most 128 bytes.
+# Names are short, because a volume id, of at most 128 bytes, has a store's, bucket's and volume's.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
 # A region becomes part of a host name, and must not be a number.
 _REGION = re.compile(r"(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
@@ -51,16 +51,16 @@ _METADATA_ADDRESSES = {
 
 
 class ConfigurationError(ValueError):
-    """An administrator's file cannot be used; the message is one line for its author."""
+    """An administrator's file cannot be used; the message is one line for the administrator."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The address of a store. `endpoint_url` is None for AWS, and the URLs have no path.
+    """The addresses of a store. `endpoint_url` is None for AWS; the URLs have no path.
 
-    `sts_url` is the STS that exchanges tokens. If it is None, AWS' STS of the region is used for
-    AWS, and other stores accept no tokens. `audience` is the tokens' audience. A configured store
-    has its own audience: if it got tokens for AWS' STS, the store could exchange them there.
+    `sts_url` is the STS that exchanges tokens for credentials. If it is None, AWS' STS of the
+    region is used for AWS, and other stores accept no tokens. `audience` is the tokens' audience,
+    which differs for each STS: a store that got tokens for AWS' STS could exchange them there.
     """
 
     name: str
@@ -72,11 +72,11 @@ class StoreSettings:
     audience: str = AWS_AUDIENCE
 
     def check_address(self) -> None:
-        """Look up the names of the store's hosts. Blocks.
+        """Look up the store's hosts and check their addresses. Blocks.
 
         Raises:
             InvalidArgumentError: a host has an address to which requests are never sent.
-            UnavailableError: a name cannot be resolved now.
+            UnavailableError: a host's name cannot be resolved now.
         """
         for url in filter(None, (self.endpoint_url, self.sts_url)):
             for address in _addresses(url):
@@ -89,7 +89,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The configured stores, `aws` among them."""
+    """The configured stores and `aws`, by their names."""
 
     by_name: Mapping[str, StoreSettings]
 
@@ -101,7 +101,7 @@ class Stores:
 
 
 def read_stores(path: Path | None) -> Stores:
-    """Read the stores from the file at `path`; only `aws` if `path` is None.
+    """Read the stores from the file at `path`; if it is None, return only `aws`.
 
     Raises:
         ConfigurationError: the file cannot be read or used.
@@ -115,7 +115,7 @@ def read_stores(path: Path | None) -> Stores:
 
 
 def read_tables(path: Path, name: str) -> dict[str, Any]:
-    """Read the tables `[name.KEY]` of a TOML file, by their keys.
+    """Return the tables `[name.KEY]` of a TOML file, by KEY.
 
     Raises:
         ValueError: the file cannot be read, or has any other entry.
@@ -134,7 +134,7 @@ def read_tables(path: Path, name: str) -> dict[str, Any]:
 
 
 def is_region(text: str) -> bool:
-    """True if `text` may be the name of a region."""
+    """True if `text` has the form of a region's name."""
     return _REGION.fullmatch(text) is not None
 
 
@@ -143,7 +143,7 @@ def is_forbidden(host: str) -> bool:
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False  # a name
+        return False  # a host name
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
         found = found.ipv4_mapped
     return (
@@ -182,7 +182,7 @@ def _store(name: str, table: dict[str, Any]) -> StoreSettings:
     if name != AWS and "endpoint_url" not in read:
         raise ValueError(f"stores.{name}: has no endpoint-url")
     if name != AWS and "sts_url" in read and "audience" not in read:
-        # The driver still has to start: volumes with other credentials do not need the STS.
+        # No error is raised, because volumes with other credentials do not need the STS.
         del read["sts_url"]
         log.error(
             "stores.%s: no volume with a roleArn mounts: sts-url needs an audience of the store's"
@@ -196,7 +196,7 @@ def read_url(text: str) -> str:
     """Check the URL of a host and return it without a path.
 
     Raises:
-        ValueError: it is invalid, or its host must never get requests.
+        ValueError: the URL is invalid, or its host must never get requests.
     """
     url = URL.read(text)
     parts = urlsplit(url)
