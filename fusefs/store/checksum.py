@@ -82,6 +82,6 @@ def _of_awscrt(name: str) -> Callable[[Any], int] | None:
         from awscrt import checksums
     except ImportError:
         return None
-    # Older versions of awscrt lack some.
+    # Older versions of awscrt lack some of the functions.
     compute: Callable[[Any], int] | None = getattr(checksums, name, None)
     return compute

@@ -43,8 +43,8 @@ class Store(Source, Protocol):
         """Return one page of the keys that start with `prefix`, after the full key `start_after`.
 
         If the store lists in no order, the whole folder is listed and sorted first
-        (store/s3/sorted_listing.py); if `sorts` is False, its page is returned unsorted, with
-        `is_ordered` False. A page of less than 1,000 entries is never sorted.
+        (store/s3/sorted_listing.py); if `sorts` is False, the store's page is returned unsorted,
+        with `is_ordered` False. A page of less than 1,000 entries is never sorted.
         """
 
     async def head(self, key: str) -> ObjectInfo:
@@ -107,8 +107,8 @@ class Store(Source, Protocol):
         Content type, storage class, tags and other properties are kept. User metadata and the token
         are kept unless `write` has others; then `key` may be the source's. The copy may have
         another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD; fields that
-        it lacks are missing from the result too. A store without conditions of copies copies
-        unconditionally.
+        it lacks are missing from the result too. A store that does not implement conditions for
+        copies copies unconditionally.
 
         Raises:
             ConflictError: the strict condition does not hold; `ExistsError` for IF_ABSENT.
@@ -130,10 +130,10 @@ class Store(Source, Protocol):
     async def delete_many(
         self, keys: Iterable[str], etags: Mapping[str, str] | None = None
     ) -> list[DeleteFailure]:
-        """Delete objects, a thousand with each request, some with ETags; return the failures."""
+        """Delete objects, those in `etags` only if they have that ETag; return the failures."""
 
     def counters(self) -> dict[str, int]:
-        """Return the requests and bytes since the start, by the names that `status` shows.
+        """Return the numbers of requests and bytes since the start, by the names in `status`.
 
-        One is of this moment: `connections`, the number of requests that may run at once.
+        `connections` is not a sum: it is the number of requests that may run at once now.
         """

@@ -64,7 +64,7 @@ def parse(content: bytes, origin: str) -> CustomerKey:
 
 
 def find(path: Path | None) -> CustomerKey | None:
-    """Return the key in memory, else in the file `path`; None if the settings name no file.
+    """Return the key from the file in memory, else from the file `path`; None if `path` is None.
 
     Raises:
         CustomerKeyError: the file can't be read, or contains no key.

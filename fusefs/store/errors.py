@@ -179,7 +179,7 @@ _BY_CODE: dict[str, tuple[type[StoreError], str, bool]] = {
     "InvalidBucketName": (MisconfiguredError, _INVALID_NAME, False),
     "InvalidPart": (PartsError, "the bucket does not have all the parts that it took", False),
     "InvalidObjectState": _ARCHIVED,
-    # Their provider or an administrator will renew them.
+    # The credentials' provider or an administrator will renew them.
     **dict.fromkeys(_EXPIRED, (CredentialsError, "the credentials have expired", True)),
     **{code: (CredentialsError, sentence, False) for code, sentence in _REJECTED.items()},
 }
@@ -231,7 +231,7 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
 
 
 def from_code(code: str) -> Failure:
-    """Return the failure that an error code stands for, given for one of many keys."""
+    """Return the failure for an error code that S3 gave for one of a request's many keys."""
     return from_status(_STATUSES.get(code, 400), code, "")
 
 
@@ -250,7 +250,7 @@ SILENT_SOURCE = Failure(
 
 
 def translate(error: Exception) -> Failure:
-    """Map an exception, of botocore or unforeseen, to a failure."""
+    """Return the failure for an exception, which botocore raised or nobody foresaw."""
     if isinstance(error, StoreError):  # raised by our own check of the settings
         return Failure(type(error), str(error))
     known = _from_botocore(error)

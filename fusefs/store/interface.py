@@ -28,8 +28,8 @@ class Priority(enum.IntEnum):
 # The engine sends larger bodies from their file, and writes larger answers into theirs.
 LARGE = 256 << 10
 
-# Called each time a connection is free, because a download's priority rises when a reader joins a
-# download that a prefetch has started.
+# A function that returns a request's present priority, called each time a connection is free: the
+# priority of a download that a prefetch has started rises when a reader joins it.
 Urgency = Callable[[], Priority]
 
 
@@ -92,7 +92,7 @@ class ListPage:
     `prefixes` are the common prefixes with their trailing delimiter. `next_token` is None on the
     last page. `last` is the last key or prefix ("" on an empty page), after which the listing
     continues. The ETag "" marks an entry of which only the key is usable; `unnamed` counts entries
-    without a key. `listed_at` is when an older page was listed, in monotonic seconds.
+    without a usable key. `listed_at` is the time of a saved listing (monotonic s), else infinite.
     """
 
     objects: list[ObjectInfo]
@@ -135,11 +135,11 @@ Condition = Strict | Expect
 
 # A tuple for speed: each small PUT makes a copy of it, with a token.
 class Write(NamedTuple):
-    """The properties of an object that a PUT, an upload or a copy makes, and its condition.
+    """The properties of a new object (by PUT, upload or copy), and the condition of the write.
 
     The keys of `metadata` are HTTP tokens in lower case; its values are printable ASCII, not empty,
-    without spaces at the ends. S3 allows 2 KiB. None means no metadata; in a copy, that of the
-    source. The `token` is added to the metadata (store/fencing.py).
+    without spaces at the ends. S3 allows 2 KiB. None means no metadata, or in a copy the source's
+    metadata. The `token` is added to the metadata (store/fencing.py).
 
     For copies only: `keeps_mtime` adds the source's modification time to the metadata, unless it is
     there already. `is_own` says that the source, an `ObjectInfo`, has a content type and metadata
@@ -179,7 +179,7 @@ class Part(NamedTuple):
 
 
 class UploadState(NamedTuple):
-    """The state that another process needs to resume an upload; first parts have `part_size`."""
+    """The state from which another process can resume an upload; part 1 has `part_size` bytes."""
 
     key: str
     upload_id: str
@@ -221,11 +221,11 @@ class NewFile(Protocol):
         """Return a path where no file exists, a new one at each call. Its folder may not exist."""
 
     def created(self, path: str, fd: int) -> int:
-        """Take over the open file that was created; return the descriptor to use for its bytes."""
+        """Take over the file created at `path` and open as `fd`; return the descriptor to use."""
 
 
 class Sink(Protocol):
-    """The file that one download is written into. Belongs to the event loop.
+    """The file into which one download is written. Belongs to the event loop.
 
     Engine threads write into the file at the object's offsets; `arrived` reports their progress. An
     OSError that the sink raises ends the download.
@@ -235,12 +235,12 @@ class Sink(Protocol):
         """Return the file's descriptor, or a `NewFile`."""
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes that begin at `offset` of the object and that no engine's thread writes."""
+        """Write bytes of the object, from `offset` on, that do not come from an engine's thread."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
-        """Note that all requested bytes before `stop` are written, with CRC32s in `sums`.
+        """Record that all requested bytes before `stop` are written; `sums` has the new CRC32s.
 
-        Each is (start, stop, CRC32) and ends at a multiple of a mebibyte, or where writing stopped.
+        Each sum is (start, stop, CRC32); it ends at a multiple of a mebibyte or at the last byte.
         """
 
 
@@ -261,7 +261,7 @@ UNRECORDED = UploadLog()
 
 
 class WholeFileSink:
-    """A download into a file, at the object's offsets."""
+    """A sink that writes a download into the file `fd`, at the object's offsets."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -314,12 +314,12 @@ async def read_bytes(source: Source, version: ObjectVersion, start: int, stop: i
 class UnansweredChanges:
     """Changes that were sent and got no answer, so that S3 may still carry them out later.
 
-    This class knows of none; a subclass with a record of them (posix/late) overrides everything.
+    This class records no changes. A subclass that records them (posix/late) overrides everything.
     """
 
     @property
     def unsettled_s(self) -> float:
-        """Seconds for which requests of a killed process may still be on their way."""
+        """Seconds for which S3 may still receive requests of a process that was killed."""
         return 0.0
 
     def concerns(self, key: str) -> bool:
@@ -327,7 +327,7 @@ class UnansweredChanges:
         return False
 
     def tokens(self, key: str) -> list[str]:
-        """Return the tokens of the unanswered changes of `key`; an object made by one has its."""
+        """Return the tokens of the unanswered changes of `key`; S3 may show them in an object."""
         return []
 
     def may_have_made(self, found: ObjectInfo) -> bool:
@@ -347,17 +347,17 @@ class UnansweredChanges:
         return []
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
-        """Return the keys below a prefix that have had no acknowledged change since."""
+        """Return the keys below a prefix whose last change is unanswered."""
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
         """Expect the object `found` at `key`: a repeated request found its change already made."""
 
     def renamed_below(self, prefix: str) -> None:
-        """Expect no objects below a prefix any more: the directory was renamed."""
+        """Expect no objects below a prefix from now on: the directory was renamed."""
 
     async def restored(self, key: str) -> ObjectInfo | None:
-        """Check a key now and redo a change that was undone; return the expected object or None."""
+        """Check a key now, and redo a change that was undone; return the object, None if absent."""
         return None
 
     def counters(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Tests once a day what a store honours: conditions of writes, and checksums.
+"""A daily test of a store: does it honour conditions of writes, and does it compare checksums?
 
 One probe puts an object over an ETag that no object has, another sends a body with a wrong
-checksum. A store that honours both refuses both. Any other store creates an object, at a key below
-a name that no mount lists (`PROBE_NAME`), which is deleted. For `--conflict fail` the object is put
-in parts: Ceph's gateway honours conditions of PUTs, but not of completions.
+checksum. A store that honours both refuses both requests. Any other store creates an object, which
+is deleted; no mount lists its directory (`PROBE_NAME`). For `--conflict fail` the object is put in
+parts: Ceph's gateway honours conditions of PUTs, but not of completions.
 
 A condition that the store does not implement counts as not honoured. A capability that could not be
 tested is unknown (None), and no code relies on it.
@@ -135,7 +135,7 @@ class Prober:
 
 
 async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
-    """Test the store below a prefix. If this is cancelled, the next probe deletes its objects.
+    """Test a store below a prefix; return its capabilities. May leave an object if cancelled.
 
     Raises:
         StoreError: writing is not permitted there, or the store can't be reached.

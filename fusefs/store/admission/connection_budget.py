@@ -104,7 +104,7 @@ class ConnectionBudget:
         return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:
-        """Note that S3 refused a request because requests come too fast."""
+        """Halve the permitted connections, at most every 0.1 s: S3 throttled a request."""
         now = trio.current_time()
         # With a rate limit, fewer connections would only leave a part of the rate unused.
         if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:
@@ -112,7 +112,7 @@ class ConnectionBudget:
             self._allowed = max(1.0, self._allowed / 2)
 
     def note_success(self) -> None:
-        """Note that a request succeeded."""
+        """Count a success, which raises the permitted connections if they were reduced."""
         self.rate.note_success()
         if self._allowed < self.maximum:
             self._allowed = min(float(self.maximum), self._allowed + 1 / self._allowed)
@@ -162,7 +162,7 @@ class ConnectionBudget:
     def take_spare(self) -> bool:
         """Take an unused connection, with the priority PREFETCH, without waiting.
 
-        Returns False if requests wait, or the store has recently refused some as too many.
+        Returns False if there is none, other requests wait, or the store throttles.
         """
         if self._is_throttled or self.waiting or not self._has_room(Priority.PREFETCH):
             return False
@@ -218,7 +218,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the most urgent waiter with room, or one passed over too often; None: none."""
+        """Return the most urgent waiter with room, or one passed over too often, or else None."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)

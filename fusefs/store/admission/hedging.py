@@ -67,7 +67,7 @@ class Hedging:
             self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
 
     def take(self) -> bool:
-        """Take a connection for a second GET; False if none is allowed or spare."""
+        """Take a connection for a second GET; False if no GET is allowed or no connection spare."""
         if self._allowance < 1 or not self._connections.take_spare():
             return False
         self._allowance -= 1

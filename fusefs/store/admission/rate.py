@@ -5,9 +5,9 @@ millisecond are 4,000 requests a second. So after the first refusals, the reques
 were *not* refused are counted, and from then on no more are sent, evenly spaced.
 
 The limit adapts (AIMD, as in TCP): it rises by 1% in the first second, by 2% in the next, then 4%,
-up to 20%. With the next refusal it falls to 95%, but at most to the rate accepted since the last
-one while requests used up the limit. Against a server with a fixed allowance that makes a few
-refusals every few seconds, with nearly all of the allowance used; a limit that is too low doubles
+up to 20%. With the next refusal it falls to 95%, or lower: to the rate accepted since the last
+refusal while requests used up the limit. A server with a fixed allowance then refuses a few
+requests every few seconds, and nearly all of its allowance is used; a limit that is too low doubles
 within ten seconds. After a minute without refusals there is no limit.
 """
 

@@ -277,7 +277,7 @@ static int has_etag(const struct transfer *t) {
     return strncmp(found, t->etag, size) == 0 && (!found[size] || !strcmp(found + size, "\""));
 }
 
-/* The error by which the answer's headers exclude it from the sink; NULL if it is accepted. */
+/* Returns the error if the headers show that the answer is not for the sink, or NULL. */
 static const char *refusal(const struct transfer *t) {
     curl_off_t length = -1; /* -1: unknown */
     long long first = -1, last = -1, size = -1;
@@ -625,7 +625,7 @@ static void begin(struct worker *worker, struct transfer *t) {
     }
 }
 
-/* The error of a transfer that is too slow, else NULL; lowers `*next` to the transfer's next
+/* Returns the error of a transfer that is too slow, or NULL; lowers `*next` to the transfer's next
  * deadline. libcurl itself checks the deadlines for connecting and for the whole transfer. */
 static const char *lateness(struct transfer *t, double now, double *next) {
     if (t->phase == CONNECTING)

@@ -230,7 +230,7 @@ class Transfer(_engine.Transfer):
         return completion
 
     async def completed_or_slow(self) -> Completion | None:
-        """Wait like `completed`, but return None if `look_up` wakes the task before."""
+        """Wait as `completed` does, but return None if `look_up` wakes the task first."""
         cancelled: list[Callable[[], object]] = []
 
         def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:

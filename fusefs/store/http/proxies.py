@@ -1,8 +1,8 @@
 """Selection of the proxy for connections to S3, the same for every library.
 
 The variables are those of curl and of most programs: `HTTPS_PROXY` for https, `HTTP_PROXY` for
-http, `ALL_PROXY` if the other is not set, and `NO_PROXY` for hosts that are reached directly. Each
-may also be in lower case, which wins. botocore ignores `ALL_PROXY`, and networks in `NO_PROXY`;
+http, `ALL_PROXY` if that one is not set, and `NO_PROXY` for hosts that are reached directly. A name
+in lower case has precedence. botocore ignores `ALL_PROXY`, and networks in `NO_PROXY`;
 libcurl has rules of its own. So the proxy is chosen here and passed to each library.
 
 `NO_PROXY` is a list separated by commas or blanks. An element is `*`, a host name (which includes
@@ -27,7 +27,7 @@ class ProxyError(StoreError):
 
 
 def choose(url: str, environment: Mapping[str, str]) -> str | None:
-    """Return the URL of the proxy for `url`, or None. It may have a password: don't log it.
+    """Return the URL of the proxy for `url`, or None. A URL may have a password: don't log it.
 
     Raises:
         ProxyError: the configured proxy can't be used.

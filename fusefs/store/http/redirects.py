@@ -14,7 +14,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def complaint(location: str | None, url: str, *, knows_region: bool = False) -> str | None:
-    """Describe a redirect from `url`; None if it leads to the same address and names the region."""
+    """Return a sentence about a redirect from `url`; None if only the bucket's region is wrong."""
     requested, target = urlsplit(url), urlsplit(urljoin(url, location or ""))
     if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]

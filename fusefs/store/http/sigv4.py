@@ -31,7 +31,7 @@ _NOT_SIGNED = {"accept-encoding", "expect", "user-agent"}
 
 @functools.lru_cache(256)  # requests of one kind have the same headers
 def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
-    """Return the names of the headers that are signed, sorted, and their list as signed."""
+    """Return the names of the signed headers, sorted, and the same names joined by semicolons."""
     signed = sorted(set(names) - _NOT_SIGNED)
     return signed, ";".join(signed)
 

@@ -189,7 +189,7 @@ class Access:
         return self._address(url, region, signer)
 
     def _botocores_address(self) -> Address:
-        """Return the address of the LIST request that botocore makes; it is caught, not sent."""
+        """Return the address of a LIST request by botocore, which is intercepted and not sent."""
         from botocore.awsrequest import AWSResponse
 
         sent: list[Any] = []
@@ -299,8 +299,8 @@ class SharedCall:
 class AccessSource:
     """One store's access, renewed after it was refused. Belongs to the event loop.
 
-    `access` is None while it has to be found. `principal`, a stable name of the identity without a
-    secret, is known once it was found. Requests under way keep an access that was replaced.
+    `access` is None while `connect` must still find it. `principal`, a stable name of the identity
+    without a secret, is set the first time. Requests under way keep an access that was replaced.
     """
 
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:
@@ -358,7 +358,7 @@ class AccessSource:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:
-        """Switch to other credentials than the refused ones in `used`; False if there are none."""
+        """Switch from the refused credentials in `used` to others; return False without others."""
         current = self.access
         if used is not None and used is not current:
             return True

@@ -1,8 +1,8 @@
 """Conditions of changes: their headers, and the handling of conditions that do not hold.
 
 `Fence.over` sends a change with a strict condition. If the server refuses it (412), a HEAD shows
-the object that is there. If its token shows that it is this very change, the first answer was lost;
-else its ETag is adopted, and the change is sent again over it.
+the object that is there. If the object has this change's token, the first answer was lost; else the
+object's ETag is adopted, and the change is sent again over that object.
 
 Conditions are sent to every store, but relied on only if the store is known to honour them
 (store/probing.py). A condition that the store does not implement is omitted from then on.
@@ -61,7 +61,7 @@ class Fence:
         return self.capabilities.checksums is not True
 
     def sent(self, operation: str, condition: Strict) -> Strict:
-        """The condition to send with an operation ("PUT"); None if the store does not have it."""
+        """Return the condition to send with an operation ("PUT"); None if not implemented."""
         return None if _named(operation, condition) in self._unsupported else condition
 
     def relies_on(self, operation: str, condition: Strict) -> bool:
@@ -71,7 +71,7 @@ class Fence:
     async def send(
         self, operation: str, condition: Strict, send: Callable[[Strict], Awaitable[T]]
     ) -> T:
-        """Call `send` with a condition, and again without if the store does not implement it."""
+        """Call `send` with a condition, or without it if the store does not implement it."""
         condition = self.sent(operation, condition)
         try:
             return await send(condition)
@@ -102,7 +102,7 @@ class Fence:
         operation: str,
         send: Callable[[Strict], Awaitable[ObjectInfo]],
     ) -> ObjectInfo:
-        """Make a change by `send` over the expected object, or over another one that is there.
+        """Make a change by `send`, over the expected object or over the one found in its place.
 
         `token` is the change's own, or None if the new object will not have it.
 
@@ -142,7 +142,7 @@ class Fence:
     ) -> ObjectInfo:
         """Make a change by `send` under a condition that is never replaced by another.
 
-        Ceph's gateway refuses a PUT over the very ETag that it reports, unless that has no quotes.
+        Ceph's gateway refuses a PUT over the ETag that it reports, unless sent without quotes.
 
         Raises:
             ConflictError: the condition does not hold.

@@ -1,11 +1,11 @@
-"""Copies on the server: in one request where that is enough, in parts where it takes long.
+"""Copies on the server: of small objects in one request, of large ones in parts.
 
-A rename of a directory copies each of its objects, so the listed facts of a source are trusted. A
+A rename of a directory copies each of its objects, so what a listing says of a source is trusted. A
 HEAD comes first only if the copy gets other metadata (S3 then drops the other headers), or if the
 copy is made in parts.
 
 A copy whose answer was lost may have taken effect. Repeating it does no harm, except if source and
-target are the same, or if the key was to have no object: then the object there shows if it is ours.
+target are the same, or if the key had to be free: then the object there shows if this copy made it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def copy(
     write: Write = PLAIN,
     log: UploadLog = UNRECORDED,
 ) -> ObjectInfo:
-    """Implements `Store.copy`; `log` records a multipart upload while it is under way."""
+    """Copy an object as `Store.copy` does; `log` records a multipart upload that is under way."""
     write = write.with_token(fence.tokens)
     condition = write.condition
     if write.metadata is not None:
@@ -123,9 +123,9 @@ async def _copy(
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """Return an object's metadata with its mtime added; None if it has one or is unsendable.
+    """Return an object's metadata with its mtime added; None if it has an mtime or can't be sent.
 
-    Attributes that are there decide the form; else it is that of AWS if `is_aws`, or of s3fs.
+    The form is that of the attributes in the metadata, or else AWS's if `is_aws`, or s3fs's.
     """
     metadata = info.metadata or {}
     if "mtime" in metadata or "file-mtime" in metadata:
@@ -161,7 +161,7 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy in one request with headers `kept` and the metadata of `source`; None keeps all."""
+    """Copy in one request, with the headers `kept` (None: all) and the metadata of `source`."""
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,

@@ -37,7 +37,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-    """Implements `Store.delete`."""
+    """Delete an object as `Store.delete` does."""
 
     async def send(condition: Strict) -> None:
         call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
@@ -72,7 +72,7 @@ async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: boo
 async def delete_many(
     fence: Fence, keys: Iterable[str], etags: Mapping[str, str] | None = None
 ) -> list[DeleteFailure]:
-    """Implements `Store.delete_many`."""
+    """Delete objects as `Store.delete_many` does, a thousand with each request."""
     etags = etags or {}
     failures: list[DeleteFailure] = []
     batch: list[str] = []

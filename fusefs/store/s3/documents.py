@@ -61,7 +61,7 @@ def read(answer: Completion, tag: str) -> Element:
 
 
 def completion(parts: Iterable[Part]) -> bytes:
-    """Write the document that completes an upload of these parts."""
+    """Return the document that completes an upload of these parts."""
     return _written("CompleteMultipartUpload", "".join(_part(part) for part in parts))
 
 
@@ -72,7 +72,7 @@ def _part(part: Part) -> str:
 
 
 def deletion(keys: Iterable[str], etags: Mapping[str, str]) -> bytes:
-    """Write the document that deletes keys, some of them only with a certain ETag."""
+    """Return the document that deletes keys, those in `etags` only if they have that ETag."""
     objects = "".join(_object(key, etags.get(key)) for key in keys)
     return _written("Delete", f"{objects}<Quiet>true</Quiet>")
 
@@ -97,7 +97,7 @@ def undeleted(answer: Completion) -> list[tuple[str, str]]:
 
 
 def upload_id(answer: Completion) -> str:
-    """Return the id of a newly created upload; an AttemptError if the answer has none."""
+    """Return the id of a newly created upload; raise AttemptError if the answer has no id."""
     found = text_of(read(answer, "InitiateMultipartUploadResult"), "UploadId")
     if not found:
         raise no_result()
@@ -108,7 +108,7 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
     """Return one page of an upload's parts, and the query of the next page or None.
 
     Raises:
-        AttemptError: the answer is no such page, or gives no way to the next.
+        AttemptError: the answer is no page of parts, or lacks the marker of the next page.
     """
 
     def part(one: Element) -> Part:

@@ -67,7 +67,7 @@ class Getter:
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """Implements `Store.download`."""
+        """Download a range as `Store.download` does."""
         part = RangeDownload(version, start, stop, sink, self._requester.counted)
         part.has_checksums = self._has_checksums
         try:
@@ -131,7 +131,7 @@ class RangeDownload:
 
     @property
     def is_whole_and_small(self) -> bool:
-        """True if a whole small object is missing: S3 shows no checksum of a range."""
+        """True if a whole small object is missing, for which S3 shows a checksum."""
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
         return self.has_checksums and is_whole and self.stop <= LARGE
 
@@ -149,7 +149,7 @@ class RangeDownload:
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
 
     def accept(self, answer: Completion) -> None:
-        """Compare the checksum of a small whole object, whose bytes count as fetched only then.
+        """Compare the checksum of a small whole object, whose bytes count as fetched afterwards.
 
         Raises:
             AttemptError: the bytes have another checksum.
@@ -186,9 +186,9 @@ class RangeDownload:
         return completion
 
     def arrived(self, received: int, sums: Sums) -> None:
-        """Note that `received` bytes of this attempt are in the file."""
+        """Record that `received` bytes of this attempt are in the file, and their checksums."""
         if self.is_whole_and_small:
-            self._sums = sums  # `accept` takes them, or the bytes come anew
+            self._sums = sums  # `accept` takes these bytes, or they are fetched again
         elif self.fd >= 0:
             self._take(self._began_at + received, sums)
 

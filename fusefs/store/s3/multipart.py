@@ -304,7 +304,7 @@ class Upload:
         return False
 
     async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
-        """Return the object as `_find`; None also if S3 could not tell."""
+        """Return the object as `_find` does; None also if S3 gives no usable answer."""
         with suppress(StoreError):
             return await self._find(parts)
         return None
@@ -374,7 +374,7 @@ class Upload:
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
-        """Send or copy a part by `obtain`, unless it is there; ignore it if dropped meanwhile."""
+        """Get a part by `obtain`, unless it is there; discard a part that is dropped meanwhile."""
         async with self._turns[number]:
             if number in self._valid and is_there():
                 return
@@ -428,13 +428,13 @@ class Upload:
 def is_mistakable(key: str) -> bool:
     """True if decoding the key once more gives another key.
 
-    Ceph's gateway does that with the source of a copied part, and ignores its condition.
+    Ceph's gateway decodes the source of a copied part once more, and ignores its condition.
     """
     return unquote(key) != key
 
 
 async def abort(requester: Requester, key: str, upload_id: str) -> None:
-    """Implements `Store.abort_upload`."""
+    """Abort an upload as `Store.abort_upload` does."""
     call = Call("ABORT UPLOAD", "DELETE", key, {"uploadId": upload_id})
     with suppress(NotFoundError):
         await requester.send(call, lambda _: None)
@@ -443,7 +443,7 @@ async def abort(requester: Requester, key: str, upload_id: str) -> None:
 async def put(
     fence: Fence, key: str, fd: int, size: int, write: Write, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
-    """Implements `Store.put_file` by a multipart upload, which `log` records meanwhile."""
+    """Write a file as `Store.put_file` does, by a multipart upload, which `log` records."""
     begun = await begin(fence, key, write)
     async with _aborted_on_failure(fence.requester, begun, log) as upload:
         await upload.send(fd, upload.missing(size), size)
@@ -495,7 +495,7 @@ async def _aborted_on_failure(
 
 
 async def begin(fence: Fence, key: str, write: Write = PLAIN) -> Upload:
-    """Implements `Store.begin_upload`."""
+    """Begin an upload as `Store.begin_upload` does."""
     metadata = write.with_token(fence.tokens).stamped()
     head.check(metadata, write.content_type)
     kept = {} if write.content_type is None else {"content-type": write.content_type}
@@ -512,14 +512,14 @@ async def _begin(
 
 
 async def resume(fence: Fence, state: UploadState) -> Upload:
-    """Implements `Store.resume_upload`."""
+    """Resume an upload as `Store.resume_upload` does."""
     upload = Upload(fence, state, is_resumed=True)
     await upload.discover()
     return upload
 
 
 async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
-    """Implements `Store.list_uploads`."""
+    """List uploads as `Store.list_uploads` does."""
     query = {"uploads": "", "prefix": prefix, "encoding-type": "url"}
 
     def call(start: Mapping[str, str]) -> Call:
@@ -533,7 +533,7 @@ async def _listed(
     call: Callable[[dict[str, str]], Call],
     read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
 ) -> list[T]:
-    """Return all entries of a listing; each page gives the markers of the next."""
+    """Return all entries of a listing; each page has the markers of the page after it."""
     found: list[T] = []
     start: dict[str, str] | None = {}
     while start is not None:

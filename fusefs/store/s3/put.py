@@ -37,7 +37,7 @@ SMALL = 128 << 10
 async def put_file(
     fence: Fence, key: str, fd: int, size: int, write: Write = PLAIN, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
-    """Implements `Store.put_file`; `log` records a multipart upload while it is under way."""
+    """Write a file as `Store.put_file` does; `log` records a multipart upload under way."""
     write = write.with_token(fence.tokens)
     if size <= fence.requester.settings.part_size:
         return await put(fence, key, fd, size, write)
@@ -45,7 +45,7 @@ async def put_file(
 
 
 async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
-    """Implements `Store.put_file` by one PUT."""
+    """Write a file as `Store.put_file` does, by one PUT."""
     requester = fence.requester
     head.check(write.stamped(), write.content_type)
 

@@ -126,7 +126,7 @@ class RetryBudget:
         self._attempts = 0
 
     def note_sent(self) -> None:
-        """Start the time as the first attempt gets a connection: queueing before does not count."""
+        """Start the retry time when the first attempt gets a connection, so queueing is free."""
         if not self._attempts:
             self.restart()
 
@@ -153,10 +153,10 @@ class Progress(Protocol):
         """True if the last attempt achieved something that the next one need not repeat."""
 
     def arrived(self, received: int, sums: Sums) -> None:
-        """Note that `received` bytes of the answer are in the file, with their new checksums."""
+        """Record that `received` bytes of the answer are in the file; `sums` has new checksums."""
 
 
-# Sends a read request, perhaps twice, and reports its progress.
+# A function that sends a read request, perhaps twice, and reports its progress.
 Hedge: TypeAlias = Callable[[Engine, Request], Awaitable[Completion]]
 
 
@@ -201,7 +201,7 @@ class Requester:
         self._last_explained = self._timed_out = -math.inf
 
     def counters(self) -> dict[str, int]:
-        """Implements `Store.counters`."""
+        """Return the counters that `Store.counters` promises."""
         return {
             **{name: self.counted[name] for name in _SHOWN},
             "connections": self.connections.allowed,
@@ -360,7 +360,7 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """Return the failure, or that of a LIST about the credentials if S3 gave no code.
+        """Return the failure, or if it has no code, the failure of a LIST about the credentials.
 
         The answer to a HEAD has no body, so it has no code.
         """

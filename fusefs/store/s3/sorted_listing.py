@@ -31,12 +31,12 @@ _MEMORY_KIB = 2048
 MOST_NOTED = 4096
 _LAST = "\U0010ffff"
 
-# Lists one page of a prefix, with a delimiter, from a continuation token on ("": the first).
+# A function that lists a page of a prefix, with a delimiter, from a continuation token ("": first).
 Fetch = Callable[[str, str, str], Awaitable[ListPage]]
 
 
 def is_in_order(page: ListPage, delimiter: str, start_after: str) -> bool:
-    """True if a listing can continue after this page's last key, and did after `start_after`.
+    """True if a page is sorted and begins after `start_after`, so that its last key can be used.
 
     Without a delimiter the order of path segments is enough: a folder's keys are contiguous.
     """
@@ -78,7 +78,7 @@ class _WholeListing:
         return self._database.total_changes > before
 
     def page(self, prefix: str, start_after: str, most: int) -> ListPage:
-        """Return a page as `Store.list_page`. Blocks."""
+        """Return a page as `Store.list_page` does. Blocks."""
         rows = self._database.execute(
             "SELECT * FROM entries WHERE key > ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
             (start_after, prefix, prefix + _LAST, most + 1),
@@ -108,7 +108,7 @@ class SortedListings:
         return (_folder(prefix), delimiter) in self._known
 
     async def page(self, prefix: str, delimiter: str, start_after: str, most: int) -> ListPage:
-        """Return a page as `Store.list_page`; the first page always comes from a new listing.
+        """Return a page as `Store.list_page` does; the first page comes from a new listing.
 
         Raises:
             StoreError: the listing failed, or the local disk cannot hold it.

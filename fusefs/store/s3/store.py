@@ -2,8 +2,8 @@
 
 Each verb has a module of its own, which describes its requests (address.py) and reads their
 answers. All requests are sent in the same way (requester.py): they get a connection of the budget,
-are signed here, and are sent by libcurl in threads of its own (store/engine). botocore finds the
-credentials, and the address if it does not follow from the settings (access.py).
+are signed (http/sigv4.py), and are sent by libcurl in threads of its own (store/engine). botocore
+finds the credentials, and the address if it does not follow from the settings (access.py).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class S3Store:
         max_keys: int,
         retry_time_s: float | None = None,
     ) -> ListPage:
-        """Return one page as S3 lists it."""
+        """Return one page of a listing in S3's order, from one LIST request."""
         call = list_call(prefix, delimiter, start_after, max_keys, token)
         return await self.requester.send(
             call, lambda answer: parse(answer.body, prefix), retry_time_s=retry_time_s
