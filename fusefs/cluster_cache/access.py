@@ -34,7 +34,7 @@ class AccessError(ValueError):
 def read(settings: MountSettings) -> dict[str, str]:
     """Return the contents of the secret files for a daemon, by environment variable. Blocks.
 
-    In a daemon, which starts another keeper, these are the contents that it was given itself.
+    In a daemon (it may start another keeper) these are the contents that the daemon was given.
 
     Raises:
         AccessError: a file is invalid or can't be read.
@@ -67,7 +67,7 @@ def key(settings: MountSettings) -> bytes:
 
 
 def credentials(settings: MountSettings) -> Mapping[str, str] | None:
-    """Return the bucket's credentials by environment variable; None: use the mount's own.
+    """Return the bucket's credentials by environment variable; None means the mount's own.
 
     Raises:
         AccessError: the file has no credentials.

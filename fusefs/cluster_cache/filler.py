@@ -1,4 +1,4 @@
-"""Stores in the cluster cache the blocks that came from S3 and are whole on the local disk.
+"""The filler: stores blocks from S3 in the cluster cache once they are whole on the local disk.
 
 Each node stores the blocks that it has whole: two at a time, from the checked local copy, in the
 background. While downloads are under way the filler rests after each block, and drops blocks that
@@ -39,7 +39,7 @@ REST_S, SMALL_REST_S = 0.05, 0.2
 MOST_REST_S = 10.0
 # Between small files there are short moments without a download.
 IDLE_S = 0.2
-# Pause after a failure; it doubles with each further one.
+# Pause in seconds after a failure; it doubles with each further failure.
 PAUSE_S = 30.0
 LONGEST_PAUSE_S = 600.0
 # At most two larger blocks are in memory at a time, including those that jobs store.
@@ -115,7 +115,7 @@ class Filler:
         return len(self._queue) + len(self._under_way)
 
     def fetched(self, file: CacheFile, start: int, stop: int) -> None:
-        """Queue the missed blocks that the arrival of [start, stop) has made whole in a file."""
+        """Queue the missed blocks that are whole in `file` now that [start, stop) has arrived."""
         version, missed = file.version, self._tier.missed
         if version is None or not missed:
             return

@@ -55,7 +55,7 @@ class Deadline:
         self._mean_s = mean_s + (took_s - mean_s) * NEWEST
 
     def note_late(self, waited_s: float) -> None:
-        """Note that a cache server had sent nothing after `waited_s`, but S3 had.
+        """Include `waited_s` in the mean: the cache server had sent nothing by then, but S3 had.
 
         The wait counts as at most twice the mean. So the deadline grows if all answers are slow,
         but one hanging server of three does not make every third read wait longer.
@@ -89,7 +89,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:
-        """Return True if the caller is to send a probe now, and then to note its result."""
+        """Return True if the caller must send a probe now, and report its result afterwards."""
         if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
             return False
         self.state = BreakerState.PROBED
@@ -120,7 +120,7 @@ class Sampling:
         self._looked = 0.0
 
     def wants_lookup(self) -> bool:
-        """True if the next block is to be looked up; counts the block as looked up or skipped."""
+        """Return True if the next block is to be looked up; count it as looked up or skipped."""
         now = self._clock()
         if self._misses >= MISSES:
             self._skipped += 1

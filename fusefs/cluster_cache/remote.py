@@ -36,7 +36,7 @@ PUT_CONNECT_TIMEOUT_S = 2.0
 PUT_TIMEOUT_S = 5.0
 # Time-out of a whole block.
 PUT_LIMIT_S = 20.0
-# Pause before a PUT is repeated that collided with another node's, which may fail.
+# Pause before a PUT is repeated that collided with another node's PUT, which may fail.
 COLLIDED_S = 0.5
 # PUTs at a time, of the filler and of jobs.
 PUTS = 8
@@ -82,7 +82,7 @@ class _Stream:
         self._changed.set()
 
     def end(self) -> None:
-        """Note that no more bytes will come."""
+        """Make `read` return after the bytes that have arrived, as no more will come."""
         self._is_over = True
         self._changed.set()
 
@@ -131,7 +131,7 @@ class BlockBucket:
             await requester.attempt(list_call(self._prefix, "/", "", 1))
 
     def hurry(self) -> None:
-        """Reconsider the priorities of waiting GETs, as `Store.hurry`."""
+        """Reconsider the priorities of waiting GETs, as `Store.hurry` does."""
         self._gets.reprioritize()
 
     async def get(

@@ -1,4 +1,4 @@
-"""Downloads through the cluster cache: blocks that it has come from there, the rest from S3.
+"""Downloads through the cluster cache: it sends the blocks that it has, and S3 the rest.
 
 The order is local disk (cache/), cluster cache, S3. Failures of the cluster cache never fail a
 download. If its answer does not begin in time, S3 is requested as well. If its answer breaks off or
@@ -53,13 +53,13 @@ from fusefs.store.interface import (
 
 logger = logging.getLogger("fusefs.cluster_cache")
 
-# Most blocks to remember of which a part came from S3, until a file has all of the block.
+# Most remembered blocks of which a part came from S3, each until a file has the whole block.
 MOST_MISSED = 4096
 # Time limit of a probe, for which no reader waits.
 PROBE_S = 2.0
 # Interval of attempts to open the bucket while it can't be listed and reads go on.
 OPEN_EVERY_S = 30.0
-# Slowest rate (bytes a second) of an answer that has begun; S3 sends the rest otherwise.
+# Slowest rate (bytes a second) of an answer that has begun; S3 sends the rest of a slower one.
 LEAST_RATE = 8 << 20
 # Interval of log lines about wrong blocks.
 LINE_EVERY_S = 60.0
@@ -262,7 +262,7 @@ class _Lookup:
     def _check(
         self, chunk: memoryview
     ) -> tuple[list[tuple[int, memoryview]], BadBlockError | None]:
-        """Return the frames completed by `chunk`, and a bad frame's error or None. Up to 1 ms."""
+        """Return the frames that `chunk` completes, and a bad frame's error or None; up to 1 ms."""
         found = []
         try:
             for frame in self._frames.feed(chunk):
@@ -330,7 +330,7 @@ def _classify(error: AttemptError) -> LookupOutcome:
 async def _read_from_s3(
     lookup: _Lookup, from_source: Callable[[int, Sink], Awaitable[None]], sink: Sink
 ) -> Exception | None:
-    """Read the bytes that a lookup has not written from S3; return S3's error or None.
+    """Read from S3 the bytes that a lookup has not written; return S3's error or None.
 
     Ends early if the lookup wins. If S3 fails before the lookup has bytes, the lookup is given up.
     """
@@ -374,7 +374,7 @@ class ClusterTier:
 
     @property
     def state(self) -> str:
-        """`opening` before the first answer, then the state of the breaker."""
+        """The state: `opening` before the first answer, then that of the breaker."""
         return self.breaker.state.value if self.is_open else "opening"
 
     def hurry(self) -> None:
@@ -409,7 +409,7 @@ class ClusterTier:
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """Implements `Store.download`."""
+        """Download a range as `Store.download` does, from the cluster cache where it has blocks."""
 
         async def from_source(at: int, sink: Sink) -> None:
             await self._source.download(version, at, stop, sink, priority=priority)
@@ -487,7 +487,7 @@ class ClusterTier:
         return self.sampling.wants_lookup()
 
     async def _probe(self, block: Block) -> None:
-        """Test whether the cluster cache answers again. No reader waits for this."""
+        """Look up the beginning of a block to see if the cluster cache answers; no reader waits."""
         self._note(await self._try(block))
 
     async def retry_lookup(self, block: Block) -> LookupOutcome | None:

@@ -90,7 +90,7 @@ class FusefsFileSystem(AbstractFileSystem):
             return S3FileSystem(**{**options, "asynchronous": False, "loop": None}), path
 
     def _below_root(self, path: str) -> tuple[AbstractFileSystem, str]:
-        """Return the same as `_at`, for a path to remove or rename.
+        """Return the file system and name as `_at` does, for a path to remove or rename.
 
         Raises:
             OSError: the path is a mount's root, or something else is mounted in it.
@@ -157,7 +157,7 @@ class FusefsFileSystem(AbstractFileSystem):
         path = self._strip_protocol(path)
         if path and not any(place.location.startswith(f"{path}/") for place in PLACES.all()):
             fs, at = self._at(path)
-            if fs is not _LOCAL:  # it also finds keys that no walk reaches (`a//b`)
+            if fs is not _LOCAL:  # s3fs also finds keys that no walk reaches (`a//b`)
                 return fs.find(at, maxdepth=maxdepth, withdirs=withdirs, **kwargs)
         return super().find(path, maxdepth=maxdepth, withdirs=withdirs, **kwargs)
 
@@ -273,7 +273,7 @@ class FusefsFileSystem(AbstractFileSystem):
 
 
 def _is_renamed(source: str, target: str) -> bool:
-    """Rename a file or a directory, into `target` if that is a directory; False between mounts.
+    """Rename a file or directory, into `target` if that is a directory; False if on other mounts.
 
     `shutil.move`, as `LocalFileSystem` uses it, copies if a rename fails for any reason.
     """
@@ -306,7 +306,7 @@ def _shares(paths: list[str]) -> list[list[int]]:
 
 
 def _in_threads(read: Callable[[Any], T], items: Sequence[Any], on_error: str) -> list[Any]:
-    """Return each item's result of `read`, in order; exceptions, too, unless they are raised."""
+    """Return each item's result of `read`, or its exception unless `on_error` is "raise"."""
 
     def caught(item: Any) -> T | Exception:
         try:

@@ -1,9 +1,9 @@
-"""Decides when to poll for the next request instead of sleeping.
+"""The decision whether to poll for the next request instead of sleeping.
 
 Sleeping and waking up costs the event loop some 15 microseconds, and the program that waits for its
 answer as much or more; a program that opens small files, or walks a tree, makes its next request
-sooner. So compiled code (fast_path.c) polls for it for up to 50 microseconds: `opens1` of the bench
-is 26,500 opens/s with polling, and 15,600 without.
+sooner. So compiled code (fast_path.c) polls for a request, up to 50 microseconds: `opens1` of the
+bench is 26,500 opens/s with polling, and 15,600 without.
 
 An account shows if polling pays. A poll earns 50 microseconds if a request comes, and costs the
 time that it took. Each preemption of the thread by the scheduler costs as well, because polling
@@ -40,7 +40,7 @@ class BusyPoll:
         self._polled, self._look_at = 0, PREEMPTIONS_EVERY
 
     def is_worth_it(self) -> bool:
-        """Return True if the next wait should be polled. To be called once before each wait."""
+        """Return True if the next wait should be polled; must be called once before each wait."""
         if not self._skipping:
             return self._has_processors
         self._skipping -= 1
@@ -49,7 +49,7 @@ class BusyPoll:
         return False
 
     def account(self, polled: int, hits: int, spent_ns: int) -> None:
-        """Add `polled` waits to the account, of which `hits` brought a request, in `spent_ns`."""
+        """Add `polled` waits of `spent_ns` in all to the account; `hits` of them got a request."""
         self._polled += polled
         gain = hits * LONGEST_NS - spent_ns
         if self._polled >= self._look_at:
@@ -67,5 +67,5 @@ class BusyPoll:
 
 
 def _preemptions() -> int:
-    """The number of times that this thread was preempted (involuntary context switches)."""
+    """Return how often this thread was preempted (involuntary context switches)."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

@@ -1,6 +1,6 @@
 """The control files: programs in a mount write plans and paths to warm, and read the status.
 
-They are in `.fusefs` in the mount's root, which is in no listing and never a key of the bucket.
+They are in `.fusefs` in the mount's root; no listing shows it, and it is never a key of the bucket.
 With them a pod needs neither the command nor the daemon's socket:
 
 - `plan`: takes the order in which a reader will read, in the format of `fusefs plan`;
@@ -50,7 +50,7 @@ _TURN = 500
 _LONGEST_LINE = 8192
 _MOST_BYTES = 2 << 30
 
-# Sends the daemon a command as on its socket (daemon/status.py); raises OSError if refused.
+# Sends a command to the daemon as its socket does (daemon/status.py); raises OSError if refused.
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -69,7 +69,7 @@ class ControlFiles:
     def tables(
         self, handlers: ReadHandlers, others: dict[int, Handler]
     ) -> tuple[dict[int, Handler], dict[int, Handler]]:
-        """Make the handlers by opcode, one table for all other nodes, one for the control files."""
+        """Return two tables of handlers by opcode: for all other nodes, and for control files."""
         look_up, name = others[Opcode.LOOKUP], f"{PRIVATE}\0".encode()
 
         def look_up_root(nodeid: int, body: memoryview, caller: Caller) -> Result:
@@ -170,7 +170,7 @@ class ControlFiles:
     async def _accept(
         self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
     ) -> None:
-        """Call `work` for a text; if that raises OSError, refuse all later data with its reason."""
+        """Call `work` for a text; if it raises OSError, raise it for all later data as well."""
         async with text.lock:
             if text.why:
                 raise OSError(errno.EINVAL, text.why)
@@ -198,7 +198,7 @@ class _Text:
         self._list_name = secrets.token_hex(16)
 
     async def add(self, data: bytes) -> None:
-        """Process the complete lines after adding `data`.
+        """Add written data, and process the lines that are complete.
 
         Raises:
             OSError: EINVAL, with the number of the line and the reason.

@@ -8,9 +8,9 @@
  * as if Python had read it. So Python has all rules, and this file repeats only those for the
  * usual, successful case.
  *
- * Apart from the journal, the changes by an OPEN or RELEASE are noted, and Python takes the notes
- * (`take`) before any other Python code runs. As with all requests, opens and closes are in
- * the journal before the kernel gets the reply (posix/journal/journal.py).
+ * The effects of an OPEN or RELEASE on Python's tables are noted in a list, which Python takes
+ * (`take`) before any other Python code runs. As with all requests, opens and closes are in the
+ * journal before the kernel gets the reply (posix/journal/journal.py).
  *
  * All of this holds the interpreter lock, except polling, the only call that waits.
  */
@@ -186,7 +186,7 @@ static int get_seconds(PyObject *object, PyObject *name, double *value)
     return *value == -1.0 && PyErr_Occurred() ? -1 : 1;
 }
 
-/* Look up a number in a dict; return the borrowed entry, or NULL (also with an exception set). */
+/* Look up a number in a dict; return a borrowed reference, or NULL (also with an exception set). */
 static PyObject *by_number(PyObject *dict, uint64_t number)
 {
     PyObject *key = PyLong_FromUnsignedLongLong(number);
@@ -204,7 +204,7 @@ static long long now_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* The same as time.monotonic(). */
+/* Returns the same clock as time.monotonic(), in seconds. */
 static double now_s(void)
 {
     return 1e-9 * (double)now_ns();
@@ -220,7 +220,7 @@ static uint32_t crc32_of(const unsigned char *data, size_t size, uint32_t crc)
     return ~crc;
 }
 
-/* Open the journal for `append`; 1 if it has room for one more record. */
+/* Open the journal for `append`; return 1 if it has room for one more record. */
 static int open_journal(FastPath *self)
 {
     struct journal *journal = &self->journal;
@@ -356,8 +356,8 @@ static PyObject *find_name(FastPath *self, PyObject *nodeid, PyObject *info)
     return failed ? NULL : name;
 }
 
-/* 1 if the node is its name's current one, is not being written, and no handle is served by the
- * daemon (which would exclude passthrough). */
+/* Return 1 if the node is its name's current one and is not being written, and if no handle of it
+ * is served by the daemon (which would exclude passthrough). */
 static int is_plain(FastPath *self, PyObject *inode)
 {
     TRY(is_object(self->operations, s_is_shut, Py_False));
@@ -379,7 +379,7 @@ static int is_whole(PyObject *file)
     return size > 0 && size == total;
 }
 
-/* 1 if a file need not be compared with its checksums before it is opened. */
+/* Return 1 if a file need not be compared with its checksums before it is opened. */
 static int is_compared(FastPath *self, PyObject *file)
 {
     long long size;
@@ -500,7 +500,7 @@ static struct opened *find_note(FastPath *self, uint64_t fh)
     return NULL;
 }
 
-/* 1 if the file of a handle of Python's table is not being written. */
+/* Return 1 if the file of a handle in Python's table is not being written. */
 static int is_unwritten(PyObject *handle)
 {
     PyObject *inode = PyObject_GetAttr(handle, s_inode);
@@ -530,7 +530,7 @@ static int release(FastPath *self, const struct fuse_in_header *request, const c
     TRY(self->opened_count < MOST_OPENED);
     TRY(is_unwritten(handle));
     TRY(get_number(handle, s_backing_id, &backing_id));
-    TRY(backing_id != 0); /* that is, it is for passthrough */
+    TRY(backing_id != 0); /* only passthrough handles have a backing id */
     TRY(open_journal(self));
     PyObject *file = PyObject_GetAttr(handle, s_file);
     if (file == NULL)
@@ -750,7 +750,7 @@ static int serve_some(FastPath *self, int most, long long poll_ns, Py_ssize_t *o
     return 1;
 }
 
-/* serve(log, most, poll_ns): answer up to `most` requests, polling for each for up to `poll_ns`.
+/* serve(log, most, poll_ns): answer up to `most` requests, and poll up to `poll_ns` for each.
  * Returns the size of a request that is left to Python, 0 if other tasks must run now, or a
  * negative errno of `read`: -EAGAIN if there is no request. */
 static PyObject *serve(FastPath *self, PyObject *const *arguments, Py_ssize_t count)
@@ -932,12 +932,12 @@ static PyMethodDef methods[] = {
 };
 
 static PyMemberDef members[] = {
-    {"requests", T_ULONGLONG, offsetof(FastPath, requests), READONLY, "answered here so far"},
-    {"spent", T_INT, offsetof(FastPath, spent), READONLY, "how much the last `serve` did"},
+    {"requests", T_ULONGLONG, offsetof(FastPath, requests), READONLY, "requests answered here"},
+    {"spent", T_INT, offsetof(FastPath, spent), READONLY, "the last `serve`'s share of `most`"},
     {"polled", T_ULONGLONG, offsetof(FastPath, polled), READONLY, "waits that were polled"},
-    {"hits", T_ULONGLONG, offsetof(FastPath, hits), READONLY, "in how many a request came"},
-    {"polled_ns", T_ULONGLONG, offsetof(FastPath, polled_ns), READONLY, "time spent in them"},
-    {"period", T_LONGLONG, offsetof(FastPath, period), 0, "one of so many requests is timed"},
+    {"hits", T_ULONGLONG, offsetof(FastPath, hits), READONLY, "polled waits with a request"},
+    {"polled_ns", T_ULONGLONG, offsetof(FastPath, polled_ns), READONLY, "time spent on polling"},
+    {"period", T_LONGLONG, offsetof(FastPath, period), 0, "one of this many requests is timed"},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -945,7 +945,7 @@ static PyTypeObject FastPathType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fusefs.fuse._fast_path.FastPath",
     .tp_basicsize = sizeof(FastPath),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Answers the requests of warm files of one mount.",
+    .tp_doc = "Answers requests about one mount's warm (cached) files.",
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)init,
     .tp_dealloc = (destructor)dealloc,

@@ -1,6 +1,6 @@
-"""Runs the compiled code (fast_path.c) that answers requests about warm (cached) files.
+"""The caller of the compiled code (fast_path.c) that answers requests about warm (cached) files.
 
-While the journal is off or is being rewritten, Python answers them, by the same rules.
+While the journal is off or is being rewritten, Python answers these requests, by the same rules.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class _Updates(trio.abc.Instrument):
 class FastPathReader:
     """Reads one mount's requests and lets compiled code answer some. Belongs to the event loop.
 
-    `receive` leaves a request for Python in the request buffer. After it `update` must be called
-    before any other code runs: only then do Python's tables show what compiled code answered. In
-    the block of `updated_first` each step of another task calls `update` first.
+    `receive` leaves a request for Python in the request buffer. After `receive`, `update` must be
+    called before other code runs: it adds the opens and closes that compiled code has answered to
+    Python's tables. In the block of `updated_first`, `update` runs before steps of other tasks.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FastPathReader:
 
     @contextmanager
     def updated_first(self) -> Iterator[None]:
-        """Let this task receive within the block; call `update` before each other task's step."""
+        """Let this task receive in the block; call `update` before each step of other tasks."""
         instrument = _Updates(self, trio.lowlevel.current_task())
         trio.lowlevel.add_instrument(instrument)
         try:
@@ -100,7 +100,7 @@ class FastPathReader:
             self.update()
 
     def begin(self) -> bool:
-        """Begin a new turn, after other tasks had theirs: allow `MOST_AT_ONCE` requests again.
+        """Allow compiled code to answer `MOST_AT_ONCE` requests again, as other tasks have run.
 
         Returns False if Python must answer all requests, as there is no plain journal now.
         """
@@ -121,7 +121,7 @@ class FastPathReader:
     def receive(self, *, may_poll: bool) -> int | None:
         """Read requests until one is for Python; return its size, 0 if other tasks must run first.
 
-        None means no request, after polling if `may_poll` and it pays. Raises `read`'s OSError.
+        Returns None if no request came, also in a poll (if `may_poll`). Raises `read`'s OSError.
         """
         compiled = self._compiled
         poll_ns = LONGEST_NS if may_poll and self._busy_poll.is_worth_it() else 0

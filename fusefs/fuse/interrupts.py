@@ -1,4 +1,4 @@
-"""Ends requests of processes that are being killed.
+"""The end of requests whose processes are being killed.
 
 Any signal interrupts a request, even a profiler's timer. But calls on a local disk never fail with
 EINTR, and programs do not expect it. So a request is ended, with EINTR, only if its process is
@@ -61,7 +61,7 @@ class ProcessInspector(Protocol):
         """The PID namespace of the keeper and of requests' pids; 0 if it can't look."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Run `callers.fate(pid)` there, or with an inode number `callers.holding(pid, ino)`."""
+        """Return `callers.fate(pid)`, or with an inode number `callers.holding(pid, ino)`."""
 
 
 class Callers:
@@ -73,17 +73,17 @@ class Callers:
 
     @property
     def _sees(self) -> bool:
-        """False if requests' pids mean other processes in this PID namespace."""
+        """True if this process can look up requests' pids, which are of its PID namespace."""
         keeper = self.keeper
         is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
         return bool(self._namespace) and not is_elsewhere
 
     def fate(self, pid: int) -> int:
-        """The fate of a process (linux/callers.py), or UNKNOWN if this process can't see it."""
+        """Return a process's fate (linux/callers.py); UNKNOWN if this process can't see it."""
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
-        """The fate of a process; asks the keeper if this process can't see or explain it."""
+        """Return a process's fate; ask the keeper if this process can't see or explain it."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):

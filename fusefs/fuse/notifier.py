@@ -1,7 +1,7 @@
 """The file system's notifications to the kernel over /dev/fuse, and its looks at processes.
 
-Only three notifications are used, whose `write` returns at once. The `write` of the
-other kinds can wait in the kernel for an answer of this very process.
+Only three notifications are used, whose `write` returns at once. The `write` of other
+notifications can wait in the kernel for an answer of this very process.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class DeviceNotifier(KernelNotifier):
                 note_lost_reply(error)
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Make the kernel drop those of the given nodes that no program uses; returns at once.
+        """Make the kernel drop the given nodes, except those in use; returns at once.
 
-        The kernel takes no lock that a request could hold (fuse_notify_prune in
-        fs/fuse/dev.c), and then sends FORGET. False if the kernel can't (before Linux 6.18).
+        The kernel takes no lock that a request could hold (fuse_notify_prune in fs/fuse/dev.c), and
+        then sends FORGET. Returns False if the kernel can't do this (before Linux 6.18).
         """
         ids = struct.pack(f"={len(nodeids)}Q", *nodeids)
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_PRUNE.size + len(ids)

@@ -30,7 +30,7 @@ class Layout:
         self.unpack_from = packed.unpack_from
 
     def offsets(self) -> dict[str, int]:
-        """The offset of each field, in bytes."""
+        """Return the offset of each field, in bytes, by name."""
         result, at = {}, 0
         for field, code in self.fields:
             result[field] = at

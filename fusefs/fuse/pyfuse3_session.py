@@ -150,7 +150,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self._operations.release(fh)
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """Wait for pending removals in a directory; a new name is durable when its object is."""
+        """Wait for pending removals in a directory; a new name is as durable as its object."""
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return
@@ -314,12 +314,12 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         return entry
 
     def _opened(self, fh: int) -> int:
-        """The node id of an open file; 0 if the handle is unknown."""
+        """Return the node id of an open file; 0 if the handle is unknown."""
         handle = self._operations.handles.files.get(fh)
         return handle.inode.nodeid if handle is not None else 0
 
     def _listed(self, fh: int) -> int:
-        """The node id of an open directory; 0 if the handle is unknown."""
+        """Return the node id of an open directory; 0 if the handle is unknown."""
         handle = self._operations.handles.directories.get(fh)
         return handle.inode.nodeid if handle is not None else 0
 

@@ -207,7 +207,7 @@ class Session:
         `is_all_answered` says that no request needs to be sent again.
 
         Raises:
-            UnsupportedKernelError: some request may need that, and the kernel cannot do it.
+            UnsupportedKernelError: requests may be unanswered, and the kernel can't resend them.
         """
         answer = protocol.INIT_OUT.unpack_from(init_out)
         self.negotiated = Init(answer[3] | answer[10] << 32)
@@ -218,7 +218,7 @@ class Session:
             )
 
     def _resend(self) -> bool:
-        """Tell the kernel to send again requests read but not answered; False if it cannot."""
+        """Make the kernel resend requests that were read but not answered; False if it can't."""
         if not self.has_resend:
             return False
         header = protocol.OUT_HEADER.pack(protocol.OUT_HEADER.size, protocol.NOTIFY_RESEND_CODE, 0)
@@ -241,7 +241,7 @@ class Session:
         async with trio.open_nursery() as watching:
             watching.start_soon(self._interrupts.run)
             async with trio.open_nursery() as nursery:
-                # For READs that the `ReplyThread` gives back.
+                # Needed for READs that the `ReplyThread` gives back.
                 self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
                 try:
                     with self._reading:
@@ -347,7 +347,7 @@ class Session:
         return fd >= 0 and self._replies.send(unique, at.fh, fd, at.offset, at.size, at.flags)
 
     def _give_back(self, unique: int, fh: int, offset: int, size: int) -> None:
-        """Schedule a READ that `ReplyThread` has not answered. Called in that thread."""
+        """Schedule the answer to a READ that `ReplyThread` gives back. Called in that thread."""
         assert self._token is not None
         self._token.run_sync_soon(self._read_again, unique, fh, offset, size)
 

@@ -26,8 +26,8 @@ from fusefs.posix.types import Caller, NewAttributes, OpenResult
 
 SECOND_NS = 1_000_000_000
 
-# The validity of a new file's attributes, which only this kernel can change: Python's open()
-# asks for them twice.
+# Seconds for which the kernel may cache a new file's attributes, which only it can change:
+# Python's open() asks for them twice.
 NEW_S = 1.0
 # Programs have their usual substitutes for copy_file_range and O_TMPFILE. After the first
 # ENOSYS the kernel answers EOPNOTSUPP by itself.
@@ -172,7 +172,7 @@ class WriteHandlers:
         return _done(self._mutations.writer.flusher.fsync(protocol.FSYNC_IN.unpack_from(body)[0]))
 
     def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
-        # A new name is durable when its object is.
+        # A new name is as durable as its object, so only removals are waited for.
         return _done(self._mutations.fsync_directory(nodeid))
 
     def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:

@@ -71,7 +71,7 @@ ATTACHED = _ALWAYS | {
 
 
 class Broker:
-    """One daemon's session over the socket `daemon`; `task` is sent in WELCOME."""
+    """The broker's session with a daemon, over the socket `daemon`; WELCOME tells it its `task`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Broker:
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
-        """Run the session until the keeper is dead; True if this process becomes the keeper."""
+        """Run the session until the keeper is dead; return True if this process succeeds it."""
         self._keeper = keeper
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
@@ -144,7 +144,7 @@ class Broker:
         if self.configuration.is_privileged:
             raise_privileges()
         if self.task == wire.PREPARE:
-            # The broker that succeeds the keeper does not know of the upgrade.
+            # The old daemon's broker succeeds the keeper, and does not know of the upgrade.
             self.process.kill()
             return False
         return True
@@ -300,7 +300,7 @@ class Broker:
             _close(fd)  # may hang, so the answers are sent first
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
-        """Register files and tell the keeper; return (id, errno) for each, one of which is 0."""
+        """Register files and tell the keeper; return (id, 0) or (0, errno) for each file."""
         results, registered = [], []
         for fd in fds:
             backing_id, error = 0, 0
@@ -350,7 +350,7 @@ class Broker:
 
     def _backing_close(self, message: wire.KeeperMessage) -> None:
         error = 0
-        # Before the kernel closes the id: a lost id costs less than a wrong one.
+        # The keeper is told before the kernel closes the id: a lost id is better than a wrong one.
         if self.state.files.pop(message.b, None) is not None:
             self._report(message)
             self._close_id(message.b)

@@ -43,7 +43,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class TakenMount:
-    """The last daemon's mount: `fd` of /dev/fuse, and `backing`, {backing id: (st_dev, st_ino)}."""
+    """The last daemon's mount: its /dev/fuse `fd`, and {backing id: (st_dev, st_ino)} `backing`."""
 
     fd: int
     backing: dict[int, tuple[int, int]]
@@ -157,7 +157,7 @@ class KeeperClient:
     async def open_backing(self, fds: Sequence[int]) -> list[tuple[int, int]]:
         """Register up to `MOST_FILES` open files for passthrough, in one message.
 
-        Returns a backing id and an errno for each, one of which is 0.
+        Returns a pair for each file: its backing id and 0, or 0 and an errno.
         """
         if self.gone.is_set():
             return [(0, errno.ECONNRESET) for _ in fds]
@@ -186,7 +186,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Give a backing id back; the answer (or ECONNRESET) sets the event and calls `done`."""
+        """Give a backing id back; its answer, or ECONNRESET, sets the event and calls `done`."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():

@@ -166,7 +166,7 @@ class ControlSocket:
             loop.watch(listener.socket.fileno(), select.POLLIN, self._accept)
 
     def deadline(self) -> float:
-        """The earliest deadline of a client, in monotonic seconds; inf without clients."""
+        """Return the earliest deadline of a client, in monotonic seconds; inf without clients."""
         return min((client.deadline for client in self._clients), default=float("inf"))
 
     def dismiss_late(self, now: float) -> None:

@@ -41,7 +41,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse one line as a JSON object; raises ControlError if it is none."""
+    """Parse one line as a JSON object; raises ControlError if the line is something else."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -52,7 +52,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def peer(path: str | os.PathLike[str]) -> int | None:
-    """The pid of the process that listens on `path`, even if it does not answer; else None."""
+    """Return the pid of the process that listens on `path`, even if it hangs; None without one."""
     try:
         with sockets.connect(path, PEER_TIMEOUT_S) as sock:
             return sockets.peer_of(sock)[0]

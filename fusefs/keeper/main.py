@@ -47,7 +47,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     keeper, that daemon is adopted; else one is started, unless another daemon `goes_on` serving.
 
     Raises:
-        OSError: there is no daemon.
+        OSError: no daemon was adopted or could be started.
         BecomeBroker: in the forked child.
     """
     state = KeeperState(Program(given["command"], given["settings"]))
@@ -93,7 +93,7 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """Return the keeper made of a broker, or 1 if too many failed; may raise BecomeBroker."""
+    """Turn a broker into the keeper; return 1 if too many failed. May raise BecomeBroker."""
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()

@@ -327,7 +327,7 @@ class Keeper:
             return
         try:
             self.start()
-            # Before the daemon has the mount: the descriptor store may have died with the last one.
+            # At once, as the descriptor store may have died with the last daemon.
             self._deposit()
         except OSError as error:
             # Memory is short, a file is being replaced on the disk, or no supervisor listens.
@@ -377,7 +377,7 @@ class Keeper:
     # --- the end ---
 
     def _abort(self, why: str) -> None:
-        """Abort the connection, but leave the mount: no program is to write to the directory."""
+        """Abort the connection, but leave the mount, so that programs can't write below it."""
         if self._exit_code is not None:
             return
         log(f"the mount is given up: {why}", "ERROR")
@@ -401,7 +401,7 @@ class Keeper:
         self._processes.end()
         if self._state.fuse_fd >= 0:
             os.close(self._state.fuse_fd)
-        # Last: commands that wait for the mount's processes find the keeper by this socket.
+        # Closed last: commands that wait for the mount's processes find the keeper by this socket.
         self._control.close()
         if self._listener is not None:
             self._listener.remove()

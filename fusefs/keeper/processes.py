@@ -30,9 +30,9 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-DUMP_S = 0.5  # for a daemon that hangs to write its stacks
+DUMP_S = 0.5  # time in which a hanging daemon writes its stacks
 CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
-DRAIN_S = 1.0  # for a broker to send its last messages
+DRAIN_S = 1.0  # time in which a broker sends its last messages
 # A killed process in state D does not end; if it waits for a write, it may end later.
 LINGER_S = 5.0
 END_S = 2.0
@@ -112,7 +112,7 @@ def start_daemon(
     """Start a daemon; `is_beside` lets the old daemon live, as in an upgrade. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    # The reader uses it like a pipe, but the writer need not wait for a slow reader.
+    # The daemon reads this file in memory like a pipe, and the keeper never waits for the daemon.
     settings = os.memfd_create("settings")
     try:
         os.write(settings, program.settings.encode())
@@ -299,7 +299,7 @@ class ProcessTable:
             self._spare.channel.close()
 
     def run_in_child(self, name: str, work: Callable[[], None]) -> None:
-        """Do work that may block in a child, unless the last child of this name still runs."""
+        """Call `work`, which may block, in a forked child, unless the last child `name` runs."""
         if self._tasks.get(name) in self._unreaped:
             return
         try:
@@ -336,7 +336,7 @@ class ProcessTable:
                 self._overdue(daemon, now)
 
     def count_lingering(self, now: float) -> int:
-        """The number of processes that hang in the kernel although they were killed."""
+        """Return the number of processes that hang in the kernel although they were killed."""
         return sum(now - since > LINGER_S for since in self._unreaped.values())
 
     def _overdue(self, daemon: DaemonProcess, now: float) -> None:
@@ -492,7 +492,7 @@ class ProcessTable:
 
     def _dismiss(self, broker: BrokerHandle | None) -> None:
         if broker is not None and broker.pid not in self._unreaped:
-            # Killed first, because it would take a closed channel for the keeper's death.
+            # The broker is killed first: it would take a closed channel for the keeper's death.
             os.kill(broker.pid, signal.SIGKILL)
             self._loop.forget(broker.channel.fileno())
             broker.channel.close()
@@ -502,7 +502,7 @@ class ProcessTable:
 def describe(
     configuration: Configuration, state: KeeperState, daemon: DaemonProcess | None
 ) -> dict[str, Any]:
-    """The status of a keeper, its daemon and its mount."""
+    """Return the status of a keeper, its daemon and its mount, as plain JSON data."""
     since = state.pause_since
     return {
         "pid": os.getpid(),

@@ -114,12 +114,12 @@ class KeeperState:
         self.pauses_s = 0.0  # the sum of all pauses
 
     def paused(self, since: float) -> None:
-        """Begin a pause, in which no daemon answers requests, unless one has begun already."""
+        """Begin a pause, in which no daemon answers requests, unless a pause has already begun."""
         if self.pause_since is None:
             self.pause_since = since
 
     def serving(self, has_resend: bool) -> float:
-        """Take note that a daemon serves; return the length of the pause before, in seconds."""
+        """Record that a daemon serves now; return the length of the pause before, in seconds."""
         self.has_served = True
         self.has_resend = has_resend
         self.is_all_answered = False
@@ -127,7 +127,7 @@ class KeeperState:
         return self.resumed()
 
     def resumed(self) -> float:
-        """End the pause, if any; return its length in seconds."""
+        """End the pause and return its length in seconds, 0 if there was none."""
         if self.pause_since is None:
             return 0.0
         pause_s = time.monotonic() - self.pause_since
@@ -149,7 +149,7 @@ class KeeperState:
 
 
 def abort_own(state: KeeperState) -> None:
-    """Abort the mount's connection unless it has ended: numbers are reused."""
+    """Abort the mount's connection, unless it has ended: another mount may have its number then."""
     if state.fuse_fd >= 0 and fuse_connection.is_disconnected(state.fuse_fd):
         return
     try:
@@ -178,6 +178,6 @@ def cannot_take_over(status: int | None) -> bool:
 
 
 def shell_status(status: int | None) -> int:
-    """The exit status, as shells give it, for waitpid's `status`; 1 for None."""
+    """Return the exit status that shells give for waitpid's `status`; 1 for None."""
     code = os.waitstatus_to_exitcode(status) if status is not None else 1
     return 128 - code if code < 0 else code

@@ -120,7 +120,7 @@ class ProcessHandle:
         self.signal(signal.SIGKILL)
 
     def poll_end(self) -> int | None:
-        """The daemon's status from waitpid; None if the supervisor is gone or reports none."""
+        """Return the daemon's status from waitpid; None if the supervisor does not report it."""
         assert self.supervisor is not None
         try:
             message = wire.receive(self.supervisor, KINDS)
@@ -188,7 +188,7 @@ def drop(path: str, mount: int, connection: int) -> None:
 
 
 def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Yield (mount, connection, copy of the descriptor) for all held after these two numbers.
+    """Yield a tuple (mount, connection, copy) of each held descriptor after the given numbers.
 
     Raises:
         OSError: no process listens on `path`.
@@ -200,7 +200,7 @@ def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, 
 
 
 def fetch(path: str, mount: int, connection: int) -> int | None:
-    """Return a copy of a mount's held descriptor, or None. Raises OSError as `held`."""
+    """Return a copy of a mount's held descriptor, or None. Raises OSError as `held` does."""
     for found in held(path, mount, connection - 1):
         if found[:2] == (mount, connection):
             return found[2]

@@ -61,7 +61,7 @@ class Foreground:
             processes.send_signal(self._pidfd, signal.SIGTERM)
 
     def _has_successor(self) -> bool:
-        """Wait for another keeper while the mount exists, and open `_pidfd`; False for none."""
+        """Wait for another keeper while the mount exists; open its `_pidfd`, or return False."""
         until = time.monotonic() + SUCCESSOR_S
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
             # The pid is the answering keeper's; the socket may be its predecessor's.

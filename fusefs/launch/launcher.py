@@ -118,7 +118,7 @@ def resume(
 ) -> subprocess.Popen[bytes] | None:
     """Start a keeper for a mount that has lost its keeper, and perhaps its daemon; return it.
 
-    None if this is no such mount. The other arguments are as for `start`.
+    Returns None if there is no such mount, or no held descriptor of it. Arguments as for `start`.
 
     Raises:
         LaunchError: no daemon came up; the descriptor store still holds the mount.
@@ -244,7 +244,7 @@ def _choose_user(settings: MountSettings, environment: Mapping[str, str]) -> use
 
 
 def _with_owner(settings: MountSettings) -> MountSettings:
-    """The settings with `uid` and `gid`: by default those of the user who mounts."""
+    """Return the settings with `uid` and `gid`: by default those of the user who mounts."""
     return replace(
         settings,
         uid=os.geteuid() if settings.uid is None else settings.uid,
@@ -263,7 +263,7 @@ def _prepare_cache(directory: Path, user: users.User) -> None:
 
 
 def daemon_command(settings: MountSettings) -> list[str]:
-    """The command line of a daemon; source and mountpoint are only used in its title."""
+    """Return the command line of a daemon; source and mountpoint only appear in its title."""
     return [*DAEMON, str(settings.source), os.fspath(settings.mountpoint)]
 
 
@@ -272,7 +272,7 @@ def daemon_input(
     user: users.User | None,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """The standard input of a daemon that runs as `user`: its settings and files, as JSON.
+    """Return the standard input of a daemon that runs as `user`: settings and files, as JSON.
 
     AWS configuration files, which `environment` names, are passed by content if `user`
     can't read them or their path is relative. Files that `user` can read are passed as
@@ -300,7 +300,7 @@ def daemon_input(
 
 
 def mount_number(mountpoint: Path) -> int:
-    """The number under which the supervisor knows the mount on `mountpoint`."""
+    """Return the number under which the supervisor knows the mount on `mountpoint`."""
     return int(registry.keeper_socket(mountpoint).stem, 16)
 
 
@@ -310,7 +310,7 @@ def _keeper_configuration(
     supervisor: SupervisorAddress | None,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The JSON object for a keeper's standard input; see keeper/main.py."""
+    """Return the JSON object for a keeper's standard input; see keeper/main.py."""
     flags, data = mount_arguments(settings.mount_request)
     return {
         "mountpoint": os.fspath(settings.mountpoint),
@@ -350,7 +350,7 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float, deadlin
 
 
 def _code_in(answer: dict[str, Any]) -> ErrorCode:
-    """The answer's error code; UNAVAILABLE if it is missing or unknown to this version."""
+    """Return the answer's error code; UNAVAILABLE if it is missing or unknown to this version."""
     try:
         return ErrorCode(answer.get("code", ErrorCode.UNAVAILABLE))
     except ValueError:

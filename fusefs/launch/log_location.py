@@ -18,14 +18,14 @@ LONGEST_NAME = 200
 
 
 def path_of(settings: MountSettings) -> Path | None:
-    """The path of the log; None for standard error."""
+    """Return the path of the log; None for standard error."""
     if settings.log_file is None and not settings.foreground:
         return _default(settings.mountpoint)
     return settings.log_file
 
 
 def _default(mountpoint: Path) -> Path:
-    """The default path of a background mount's log: one file for each mountpoint."""
+    """Return the default path of a background mount's log: one file for each mountpoint."""
     if os.geteuid() == 0:
         directory = Path("/var/log/fusefs")
     else:
@@ -37,7 +37,7 @@ def _default(mountpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[IO[bytes]]:
-    """Open the log for appending, with mode 0600; None is standard error. Raises LaunchError."""
+    """Open the log for appending, with mode 0600 (None: standard error). Raises LaunchError."""
     if path is None:
         yield sys.stderr.buffer
         return
@@ -53,7 +53,7 @@ def opened(path: Path | None) -> Iterator[IO[bytes]]:
 
 
 def last_line(path: Path, start: int) -> str:
-    """The last line that is not empty after the log's first `start` bytes, or ""."""
+    """Return the last line that is not empty after the log's first `start` bytes, or ""."""
     with open(path, "rb") as log:
         log.seek(start)
         lines = log.read().decode(errors="replace").splitlines()

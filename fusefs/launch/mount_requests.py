@@ -48,16 +48,16 @@ def keeper_request(mountpoint: Path, message: Message, timeout_s: float) -> Mess
 
 
 def keeper_status(mountpoint: Path, timeout_s: float) -> Message:
-    """The keeper's `pid`, `daemon`, `connection` and more; raises as `keeper_request`."""
+    """Return the keeper's `pid`, `daemon`, `connection` and more; see `keeper_request`."""
     return keeper_request(mountpoint, {"do": "status"}, timeout_s)
 
 
 def keeper_pid(mountpoint: Path) -> int | None:
-    """The pid of the listener on the keeper's socket, even if it does not answer; else None."""
+    """Return the pid of the listener on the keeper's socket, even if it hangs; None without one."""
     return control.peer(registry.keeper_socket(mountpoint))
 
 
 def daemon_pid(mountpoint: Path) -> int | None:
-    """The pid of the mount's registered daemon; None if there is none or it has died."""
+    """Return the pid of the mount's registered daemon; None if there is none or it has died."""
     registration = registry.registration_of(mountpoint)
     return registration.pid if registration is not None and registration.is_alive() else None

@@ -41,7 +41,7 @@ SHORTEST_REQUEST_TIMEOUT_S = 600
 
 
 def warnings() -> list[str]:
-    """Warnings for the user about system settings that impair the mount."""
+    """Return warnings for the user about system settings that impair the mount."""
     found = []
     for name in ("default_request_timeout", "max_request_timeout"):
         try:

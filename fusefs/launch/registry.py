@@ -43,7 +43,7 @@ class MountsError(Exception):
 
 
 def resolve(path: Path) -> Path:
-    """Make `path` absolute and free of symbolic links, as in mountinfo.
+    """Return `path` made absolute and free of symbolic links, as paths in mountinfo are.
 
     Only readlink is used, because the kernel answers it for the root of a mount
     without asking the daemon. Parts that do not exist stay as they are.
@@ -80,7 +80,7 @@ def _link_target(path: Path) -> Path | None:
 
 
 def start_time(pid: int) -> int | None:
-    """A process's start time in clock ticks since boot; None for no process or a zombie."""
+    """Return a process's start time in clock ticks since boot; None for no process or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -91,7 +91,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _user_of(pid: int) -> int | None:
-    """A process's real uid or None; the owner of /proc/PID is root for undumpable daemons."""
+    """Return a process's real uid, or None (the owner of an undumpable one's /proc/PID is root)."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -133,12 +133,12 @@ def use_runtime_directory(directory: Path) -> None:
 
 
 def runtime_directory() -> Path:
-    """The directory for records of new mounts; daemons get it from the environment."""
+    """Return the directory for records of new mounts; daemons get it from the environment."""
     return Path(_runtime_paths()[0])
 
 
 def _runtime_paths() -> list[str]:
-    """The runtime directories that may have this user's mounts, the one for new mounts first.
+    """Return the runtime directories that may have this user's mounts; new mounts use the first.
 
     Jobs of cron and of batch systems have no XDG_RUNTIME_DIR, or that of the submitting machine,
     while the user's shell on this machine may have one.
@@ -155,12 +155,12 @@ def _runtime_paths() -> list[str]:
 
 
 def _paths_of(uid: int) -> list[str]:
-    """The default runtime directories of an ordinary user."""
+    """Return the default runtime directories of an ordinary user."""
     return [f"{TEMPORARY}/fusefs-{uid}", f"{SESSIONS}/{uid}/fusefs"]
 
 
 def socket_of(mountpoint: Path, uid: int) -> Path | None:
-    """The status socket of another user's mount, for root; None if there is none."""
+    """Return the status socket of another user's mount, for root; None if there is none."""
     for place in map(Path, _paths_of(uid)):
         with suppress(OSError):
             path = place / _hashed(mountpoint) / "status.sock"
@@ -182,7 +182,7 @@ def _places() -> Iterator[Path]:
 
 
 def _place_of(mountpoint: Path) -> Path:
-    """The runtime directory with the mount's record or keeper socket, or the one for new mounts."""
+    """Return the runtime directory with the mount's record or keeper socket, else the first."""
     first, *others = _places()
     name = _hashed(mountpoint)
     for place in (first, *others) if others else ():
@@ -196,7 +196,7 @@ def _hashed(mountpoint: Path) -> str:
 
 
 def mount_directory(mountpoint: Path) -> Path:
-    """Make a mount's directory in the runtime directory, or raise MountsError; return it."""
+    """Make a mount's directory in the runtime directory, and return it; raises MountsError."""
     directory = runtime_directory() / _hashed(mountpoint)
     # Daemons of other users need to pass through root's runtime directory.
     _make(directory.parent, 0o711 if os.geteuid() == 0 else 0o700, owners=(0, os.geteuid()))
@@ -205,7 +205,7 @@ def mount_directory(mountpoint: Path) -> Path:
 
 
 def directory_of(mountpoint: Path) -> Path:
-    """The directory of an existing mount, like `mount_directory`; it is not made."""
+    """Return the path of a mount's directory in its runtime directory, without making it."""
     return _place_of(mountpoint) / _hashed(mountpoint)
 
 
@@ -216,7 +216,7 @@ def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
 
 
 def server_of(mountpoint: Path) -> int | None:
-    """The uid of a mount's daemon; None if the mount has no directory."""
+    """Return the uid of a mount's daemon; None if the mount has no directory."""
     try:
         return directory_of(mountpoint).stat().st_uid
     except OSError:
@@ -224,12 +224,12 @@ def server_of(mountpoint: Path) -> int | None:
 
 
 def keeper_socket(mountpoint: Path) -> Path:
-    """The path of the keeper's socket, beside the mount's directory, which the daemon owns."""
+    """Return the path of the keeper's socket, beside the mount's directory (the daemon's)."""
     return _place_of(mountpoint) / f"{_hashed(mountpoint)}.keeper"
 
 
 def new_keeper_socket(mountpoint: Path) -> Path:
-    """The path of the socket for the keeper of a new mount."""
+    """Return the path of the socket for the keeper of a new mount."""
     return runtime_directory() / f"{_hashed(mountpoint)}.keeper"
 
 
@@ -269,7 +269,7 @@ def register(mountpoint: Path, source: str, pid: int, staging: Path | None = Non
 
 
 def staging_of(mountpoint: Path) -> Path | None:
-    """The directory with a mount's files that are not uploaded yet; None on a read-only mount."""
+    """Return the directory of a mount's files that are not uploaded yet; None if read-only."""
     return _link_target(directory_of(mountpoint) / STAGING)
 
 
@@ -289,7 +289,7 @@ def _remove(mountpoint: Path) -> None:
 
 
 def registration_of(mountpoint: Path) -> Registration | None:
-    """The record of a mount's last daemon, or None. Removes the record of an ended mount."""
+    """Return the record of a mount's last daemon, or None; removes an ended mount's record."""
     registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)
@@ -301,7 +301,7 @@ def registration_of(mountpoint: Path) -> Registration | None:
 
 
 def all_mounts() -> list[Registration]:
-    """The records of this user's existing mounts, sorted by mountpoint."""
+    """Return the records of this user's existing mounts, sorted by mountpoint."""
     found = (registration_of(Path(record.mountpoint)) for record in records())
     return sorted((record for record in found if record), key=lambda record: record.mountpoint)
 

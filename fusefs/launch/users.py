@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """The user of a daemon; `why` is the reason if that is no ordinary user of its own, or ""."""
+    """The user of a daemon; `why` is the reason if other programs run as this user too, or ""."""
 
     name: str
     uid: int
@@ -84,13 +84,13 @@ def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ)
 
 
 def daemon_user(mountpoint: Path) -> User | None:
-    """The user of a mount's daemon; None if the mount is not registered."""
+    """Return the user of a mount's daemon; None if the mount is not registered."""
     uid = registry.server_of(mountpoint)
     return None if uid is None else _look_up(str(uid))
 
 
 def current_user(why: str = "") -> User:
-    """The user of this process; `why` is the reason to use it for the daemon."""
+    """Return the user of this process; `why` is the reason to use it for the daemon."""
     return User(str(os.geteuid()), os.geteuid(), os.getegid(), tuple(os.getgroups()), why)
 
 
@@ -105,12 +105,12 @@ def _look_up(name: str) -> User | None:
 
 
 def _nameless(number: int, why: str = "") -> User:
-    """A user without a name, whose uid and gid are `number`."""
+    """Return a user without a name, whose uid and gid are `number`."""
     return User(str(number), number, number, (), why)
 
 
 def _user_of_cache(directory: Path) -> User | None:
-    """The nameless user for a cache directory: its owner, or a uid by the path's hash; or None."""
+    """Return the nameless user for a cache directory: its owner, or a uid by its hash; or None."""
     owner = _owner_of_content(directory)
     if owner is not None and any(owner in numbers for numbers in _OF_CACHES):
         return _nameless(owner)
@@ -136,7 +136,7 @@ def _is_mapped(number: int, table: str) -> bool:
 
 
 def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str]) -> str:
-    """The reason why a user cannot serve this mount, or ""."""
+    """Return the reason why a user cannot serve this mount, or ""."""
     owner = _owner_of_content(settings.cache_dir)
     if owner not in (None, user.uid):
         return f"the cache directory {settings.cache_dir} belongs to user {owner}"
@@ -176,7 +176,7 @@ def _default_obstacle(settings: MountSettings, environment: Mapping[str, str]) -
 
 
 def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Path]]:
-    """The existing AWS configuration files: pairs of the variable that names each, and its path."""
+    """Return the existing AWS configuration files: pairs of a file's variable and its path."""
     found = []
     for variable, default in AWS_FILES.items():
         path = Path(os.path.expanduser(environment.get(variable) or default))
@@ -186,7 +186,7 @@ def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Pa
 
 
 def _owner_of_content(directory: Path) -> int | None:
-    """The owner of a directory; None if it is empty, missing or can't be read."""
+    """Return the owner of a directory; None if it is empty, missing or can't be read."""
     try:
         return directory.stat().st_uid if any(directory.iterdir()) else None
     except OSError:

@@ -54,7 +54,7 @@ _FATAL = sum(
 
 
 def namespace() -> int:
-    """The inode number of this process's PID namespace; 0 if /proc belongs to another one."""
+    """Return the inode number of this process's PID namespace; 0 if /proc is of another one."""
     try:
         is_shown = os.readlink("/proc/self") == str(os.getpid())
         return os.stat("/proc/self/ns/pid").st_ino if is_shown else 0
@@ -85,8 +85,8 @@ def fate(pid: int) -> int:
 def holding(pid: int, ino: int) -> int:
     """Return HOLDS if the process of `pid`, or its child, has file `ino` open for writing.
 
-    Else HOLDS_NOT or UNKNOWN. A file of another file system may have the same st_ino. Descriptors
-    that are just being closed, and those of a process that exits, do not count.
+    Otherwise returns HOLDS_NOT or UNKNOWN. A file of another file system may have the same st_ino.
+    Descriptors that are being closed, or whose process exits, do not count.
     """
     if not pid:
         return UNKNOWN

@@ -13,7 +13,7 @@ _epoch: float | None = None
 
 
 def steady_time() -> float:
-    """Seconds since the epoch: the clock at this process's first call, plus the time since."""
+    """Return seconds since the epoch: the clock at this process's first call, plus time since."""
     global _epoch
     if _epoch is None:
         _epoch = time.time() - time.monotonic()
@@ -21,6 +21,6 @@ def steady_time() -> float:
 
 
 def boot_id() -> str:
-    """The id that Linux gives to this boot of the machine (random(4)). Blocks shortly."""
+    """Return the id that Linux gives to this boot of the machine (random(4)). Blocks shortly."""
     with open(_BOOT_ID) as file:
         return file.read().strip()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def absolute(path: Path) -> Path:
-    """Make `path` absolute; raises OSError if it is relative and the working directory is gone."""
+    """Return the absolute path; raises OSError if `path` needs a working directory that is gone."""
     if path.is_absolute():
         return path
     try:

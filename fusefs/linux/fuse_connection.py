@@ -56,7 +56,7 @@ def abort(connection: int) -> None:
 
 
 def number_of(fuse_fd: int) -> int:
-    """The connection of a /dev/fuse descriptor, or 0 before Linux 6.17 (fuse_dev_show_fdinfo)."""
+    """Return a descriptor's connection number; 0 before Linux 6.17 (fuse_dev_show_fdinfo)."""
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fuse_fd}") as file:
         for line in file:
             name, _, value = line.partition(":")
@@ -66,7 +66,7 @@ def number_of(fuse_fd: int) -> int:
 
 
 def numbers() -> set[int]:
-    """The numbers of FUSE connections; without fusectl, of all devices with major number 0."""
+    """Return the numbers of FUSE connections; without fusectl, of all devices with major 0."""
     try:
         return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()} or _devices()
     except OSError:
@@ -83,7 +83,7 @@ def _devices() -> set[int]:
 
 
 def is_disconnected(fuse_fd: int) -> bool:
-    """True if the mount behind the descriptor is gone, or its connection aborted."""
+    """True if the mount of a /dev/fuse descriptor is gone, or its connection was aborted."""
     poll = select.poll()
     poll.register(fuse_fd, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

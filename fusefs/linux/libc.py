@@ -21,7 +21,7 @@ _PR_SET_DUMPABLE = 4
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # Modes of fallocate(2).
 KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE = 0x01, 0x02, 0x10
-# Not allowed to programs: it moves the data behind the range, which would change the whole object.
+# Programs may not use this mode: it moves the data behind the range, so all of the object changes.
 COLLAPSE_RANGE = 0x08
 ALLOCATION_MODES = KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE
 
@@ -64,12 +64,12 @@ def allocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def forbid_inspection() -> None:
-    """Make this process undumpable: its user can't trace or read it; /proc/PID is root's then."""
+    """Make this process undumpable, so that its user can't trace it, and root owns /proc/PID."""
     set_process_option(_PR_SET_DUMPABLE, 0)
 
 
 def set_process_option(option: int, *values: int) -> None:
-    """Call prctl(2) with up to four values, the others 0; raises OSError with its errno."""
+    """Call prctl(2) with up to four values, and 0 for the rest; raises OSError with its errno."""
     four = (*values, 0, 0, 0, 0)[:4]
     check(c_library.prctl(option, *(ctypes.c_ulong(value) for value in four)), "prctl")
 

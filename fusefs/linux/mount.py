@@ -34,7 +34,7 @@ class MountError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MountRequest:
-    """The mount to make; `mount` shows `source` as the device."""
+    """The description of a mount to make; mount(8) shows `source` as its device."""
 
     source: str
     mountpoint: Path
@@ -52,7 +52,7 @@ def may_mount() -> bool:
 
 
 def mount_arguments(request: MountRequest) -> tuple[int, str]:
-    """The flags and the data for mount(2); the caller puts "fd=N," before the data."""
+    """Return the flags and the data for mount(2); the caller puts "fd=N," before the data."""
     options = [
         "rootmode=40000",
         f"user_id={os.geteuid()}",
@@ -99,7 +99,7 @@ def mount_by_helper(request: MountRequest) -> int:
 
 
 def helper_options(request: MountRequest, source: str) -> list[str]:
-    """The options for fusermount3; `mount` then shows `source` as the device."""
+    """Return the options for fusermount3; mount(8) then shows `source` as the device."""
     source = source.replace("\\", "\\\\").replace(",", "\\,")
     options = [f"fsname={source}", "subtype=" + FILESYSTEM_TYPE.removeprefix("fuse.")]
     if request.read_only:
@@ -118,7 +118,7 @@ def raise_read_ahead(mountpoint: Path) -> bool:
 
 
 def stack_depth(cache: Path) -> int:
-    """The FUSE stack depth for backing files in the directory `cache`: 2 on overlayfs, else 1."""
+    """Return the FUSE stack depth for backing files in `cache`: 2 on overlayfs, else 1."""
     real = cache.resolve()
     under = [mount for mount in kernel_mounts() if real.is_relative_to(mount.mountpoint)]
     deepest = max(under, key=lambda mount: len(mount.mountpoint.parts), default=None)

@@ -20,8 +20,8 @@ AUTOMOUNT_TYPE = "autofs"
 class KernelMount:
     """One line of mountinfo: `device` is "major:minor", `number` and `parent` are mount ids.
 
-    `options` belong to the file system, `flags` to this mount of it; `root` is the directory
-    within the file system that is mounted here. See proc_pid_mountinfo(5).
+    `options` are the file system's, `flags` those of this mount of it; `root` is the directory of
+    the file system that is mounted here. See proc_pid_mountinfo(5).
     """
 
     def __init__(self, line: str) -> None:
@@ -82,7 +82,7 @@ def kernel_mounts() -> list[KernelMount]:
 
 
 def find_mount(mountpoint: Path | str) -> KernelMount | None:
-    """The topmost mount at exactly `mountpoint`, or None; automounters' mounts do not count."""
+    """Return the topmost mount at exactly `mountpoint`, or None; autofs mounts do not count."""
     found = [mount for mount in _mounts_at(mountpoint) if mount.filesystem != AUTOMOUNT_TYPE]
     return found[-1] if found else None
 
@@ -97,12 +97,12 @@ def _mounts_at(mountpoint: Path | str) -> list[KernelMount]:
 
 
 def mount_above(path: Path) -> KernelMount | None:
-    """The mount that holds `path`, an absolute path without symbolic links that may not exist."""
+    """Return the mount that holds an absolute path, without symbolic links, that need not exist."""
     return reached(str(path), kernel_mounts())
 
 
 def reached(path: str, mounts: Sequence[KernelMount]) -> KernelMount | None:
-    """The mount of the table `mounts` that holds `path`, or None.
+    """Return the mount of the table `mounts` that holds `path`, or None.
 
     At each mount the kernel follows the first child mount on the path. The order of the lines
     does not show this: a mount that was moved, or made before it was attached, may stand before

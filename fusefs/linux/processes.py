@@ -149,7 +149,7 @@ def send_signal(pidfd: int, number: int) -> None:
 
 
 def pid_behind(pidfd: int) -> int:
-    """The pid of a pidfd's process; 0 if it is in another PID namespace, or gone."""
+    """Return the pid of a pidfd's process; 0 if it is in another PID namespace, or gone."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     return max(0, int(fields["Pid"]))

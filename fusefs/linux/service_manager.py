@@ -33,7 +33,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def watchdog_interval_s(environment: Mapping[str, str] = os.environ) -> float | None:
-    """The interval between signs of life, half of systemd's limit; None without a watchdog."""
+    """Return the seconds between signs of life, half of systemd's limit; None: no watchdog."""
     text = environment.get("WATCHDOG_USEC", "")
     is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     if not text.isdecimal() or int(text) == 0 or not is_ours:

@@ -44,9 +44,9 @@ def connect(
 
 
 def inherited(variable: str) -> socket.socket | None:
-    """The inherited socket whose number is in an environment variable, now non-blocking; or None.
+    """Return the socket whose number is in an environment variable, or None without the variable.
 
-    The variable is removed, and no program that this process starts inherits the socket.
+    The variable is removed. The socket becomes non-blocking, and no started program inherits it.
     """
     number = os.environ.pop(variable, None)
     if number is None:
@@ -58,7 +58,7 @@ def inherited(variable: str) -> socket.socket | None:
 
 
 def peer_of(sock: Any) -> tuple[int, int]:
-    """The pid and uid of the peer process, at the time when it called connect or listen."""
+    """Return the pid and uid of the peer process, at the time when it called connect or listen."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid, uid, _ = _PEER_CREDENTIALS.unpack(packed)
     return pid, uid
@@ -83,10 +83,10 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> int:
 
 
 def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[int], bool]:
-    """Receive data and non-inheritable descriptors; the flag is True if any were cut off.
+    """Receive data and non-inheritable descriptors; the flag is True if some were cut off.
 
-    If the connection is closed, both are empty. One descriptor more than `most_fds`
-    may arrive, because the kernel pads the buffer; the rest is cut off.
+    On a closed connection, data and descriptors are empty. One descriptor more than `most_fds`
+    may arrive, because the kernel pads the buffer; further ones are cut off.
 
     Raises:
         BlockingIOError, TimeoutError: there is nothing to receive.

@@ -77,13 +77,13 @@ def abort_connection(connection: int) -> None:
 
 
 def users_of(mountpoint: Path) -> list[tuple[int, str]]:
-    """The processes (pid, command) that use the mount; those with only mappings are not found."""
+    """Return the processes (pid, command) that use the mount, except by mappings alone."""
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
 
 
 def holders_of(device: str) -> list[tuple[int, str]]:
-    """One process (pid, command) of each other mount namespace that has the mount `device`."""
+    """Return one process (pid, command) of each other mount namespace with the mount `device`."""
     found: dict[str, tuple[int, str]] = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):
