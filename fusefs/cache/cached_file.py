@@ -30,10 +30,10 @@ class Rank(enum.IntEnum):
 
 
 class OpenFile(NamedTuple):
-    """A file that a thread has opened; `ranges` is None if its `CacheFile` described it already.
+    """The result of opening a cache file in a thread.
 
-    `fault` is a wrong checksum or a disk error found when its bytes were compared,
-    `sums` are new checksums of bytes that had none, `used_at` the catalog's last-use time.
+    `ranges` are its packed ranges (None: its `CacheFile` has them already), `fault` is a disk error
+    or wrong checksum found, `sums` are checksums of bytes that had none, `used_at` is as in `Row`.
     """
 
     fd: int
@@ -97,12 +97,12 @@ class CacheFile:
 
     @classmethod
     def unkept(cls) -> CacheFile:
-        """Make a pinned, empty file, for content that the bucket does not have yet."""
+        """Make a pinned `CacheFile` without name or bytes, for content not in the bucket yet."""
         return cls("", 0, pins=1)
 
     @classmethod
     def dropped(cls, name: str, size: int, st_ino: int) -> CacheFile:
-        """Make a file that has left the cache, but which the kernel still reads for a program."""
+        """Make a `CacheFile` for a file that left the cache and is still read by the kernel."""
         return cls(name, size, st_ino=st_ino, is_kept=False, is_ours=False)
 
     def row(self) -> Row:
@@ -159,7 +159,7 @@ class CacheFile:
         return new
 
     def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
-        """Describe another file on the disk from now on; `ranges` are its packed ranges."""
+        """Make this object describe another file on the disk, with these packed ranges."""
         self.generation, self.st_ino = generation, st_ino
         self.present = RangeMap.unpack(ranges)
         self.read = None
@@ -169,7 +169,7 @@ class CacheFile:
         self.is_checked = not ranges
 
     def summed(self, sums: list[Sum]) -> None:
-        """Add checksums for the catalog."""
+        """Add checksums that the catalog does not have yet."""
         if self.sums is None:
             self.sums = sums
         else:

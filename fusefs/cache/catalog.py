@@ -2,8 +2,8 @@
 
 A row says which file holds which object version, and which ranges of it have arrived. Rows are
 written after the bytes, so the ranges of a row are in the file, also after a SIGKILL. Rows carry
-the boot id: after a reboot, which loses the page cache, only rows count that were marked as synced
-after fdatasync of their files.
+the boot id: a reboot loses the page cache, so rows of an earlier boot are removed unless they were
+marked as synced, after fdatasync of their files.
 
 Several mounts may share a directory. Each update is conditional on the file's generation and
 inode number, new ranges are merged with the ranges in the row, and the sum of all sizes is a row
@@ -221,7 +221,7 @@ class Catalog:
                 self._db.execute(statement)
             if version == 0:
                 self._db.execute("INSERT INTO total VALUES (0, 0, ?)", (_total_checksum(0, 0),))
-                # Never the number that an earlier database at this path had.
+                # Begin with a number that no earlier database at this path had.
                 self._db.execute("INSERT INTO removals VALUES (?)", (time_ns() >> 1,))
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
             # Files that were not synced when the machine stopped can't be trusted.
@@ -236,7 +236,7 @@ class Catalog:
         return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
-        """Read a page of rows that are not retained, by (last use, name), after `after`."""
+        """Read a page of the rows after `after` by (last use, name), without retained files."""
         return self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -246,7 +246,7 @@ class Catalog:
         )
 
     def page(self, after: str, larger_than: int = -1) -> list[Row]:
-        """Read a page of rows of files larger than `larger_than` bytes, by name, after `after`."""
+        """Read a page of the rows after the name `after`, of files above `larger_than` bytes."""
         condition = "WHERE name > ? AND size > ? ORDER BY name LIMIT ?"
         return self._rows(condition, after, larger_than, PAGE)
 
@@ -263,7 +263,7 @@ class Catalog:
         return names
 
     def unsynced(self, after: str, most: int) -> list[Row]:
-        """Read at most `most` rows of files that are not synced, by name, after `after`."""
+        """Read the first `most` rows of unsynced files after the name `after`, by name."""
         return self._rows("WHERE NOT is_synced AND name > ? ORDER BY name LIMIT ?", after, most)
 
     def _rows(self, condition: str, *values: object) -> list[Row]:
@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return False per row that is another file's, and the total."""
+        """Insert or extend rows; return True per row (False: another file's row), and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -446,7 +446,7 @@ class Catalog:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
-        """Insert or extend a row; add its checksums to `sums`; return the growth or None."""
+        """Write a row, add its checksums to `sums`; return the growth, None for another's row."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0
@@ -528,7 +528,7 @@ class Catalog:
 
 
 def is_text(path: str) -> bool:
-    """True if a path can be part of a key: the arguments of a command may be invalid UTF-8."""
+    """True if a path is valid UTF-8, as all keys are; the arguments of a command may not be."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -557,7 +557,7 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _switch_to_wal(db: sqlite3.Connection) -> None:
-    """Turn on the write-ahead log; retries, as SQLite does not wait for others that do the same."""
+    """Turn on the write-ahead log; retry while other connections do so: SQLite does not wait."""
     deadline = monotonic() + BUSY_S
     while True:
         try:
@@ -579,7 +579,7 @@ _TYPES = [str, str, int, int, bytes, int, str, float, int, int, int]
 
 def _row(values: tuple[Any, ...]) -> Row:
     """Make a `Row` of a database row; raises DamagedCatalogError if its checksum is wrong."""
-    # Checked first, because SQLite's conditions treat 0.5 like 1 and the checksum like 0.
+    # Checked first: SQLite's conditions take an `is_synced` of 0.5 for true, the checksum for 0.
     if [*map(type, values)] != _TYPES:
         raise DamagedCatalogError("a row has values of wrong types")
     name, generation, st_ino, size, ranges, is_synced, _, used_at, total, crc, is_retained = values

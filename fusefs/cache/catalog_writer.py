@@ -198,7 +198,7 @@ class CatalogWriter:
                     self._changes.append(remove)
 
     def _was_recorded(self, file: CacheFile, row: Row, bytes_now: int, *, is_ours: bool) -> None:
-        """Update a file after its row was written, or refused (`is_ours` False: another file's)."""
+        """Update `file`, whose row was written or, if not `is_ours`, refused as another file's."""
         if file.name != row.name:
             # Renamed meanwhile. Writing the row again shows which file owns the new name's row.
             self._dirty[file.name] = file
@@ -245,7 +245,7 @@ class CatalogWriter:
                 pass
 
     async def sync(self, idle_s: float) -> bool:
-        """Sync some of the files without new bytes for `idle_s` seconds, to survive a power cut.
+        """Sync some files that got no bytes for `idle_s` seconds, so that they survive a power cut.
 
         Returns True if another call may sync more. Calls go through the files by name: each call
         continues where the last one ran out of time, and retries refused files after all others.
@@ -282,7 +282,7 @@ class CatalogWriter:
         return file.written_at <= before and not file.downloads and not file.unrecorded
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
-        """Run `function` in the catalog's thread; None, after a warning, if it fails. Shielded.
+        """Run `function` in the catalog's thread, shielded; if it fails, warn and return None.
 
         A damaged catalog is replaced, and `function` is called again.
         """

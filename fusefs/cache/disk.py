@@ -43,7 +43,7 @@ STATE = "mounts"
 IN_USE = "in-use"
 
 FOLDERS = 256  # by the first two digits of the name
-# Files without a row are removed when they are older than any batch of the catalog.
+# A file without a row is removed at this age: a row not yet written would be in the catalog by now.
 ORPHAN_AGE_S = 15.0
 
 # Disk accesses that take longer than this are slow.
@@ -105,7 +105,7 @@ class Disk:
         return self.path(name, f"{random.getrandbits(32):08x}")
 
     def created(self, path: str, fd: int) -> OpenFile:
-        """Take over the open, empty file that was created at a `new_path`."""
+        """Lock the open, empty file that was created at a `new_path`; return its `OpenFile`."""
         try:
             self._note_use(fd)
             return OpenFile(fd, path.rpartition(".")[2], os.fstat(fd).st_ino, b"")
@@ -163,7 +163,7 @@ class Disk:
         return -1
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file; return None if a mount uses it, its descriptor if mapped, else -1."""
+        """Unlink a file; return its descriptor if a program maps it, else -1; None if in use."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)

@@ -2,8 +2,8 @@
 
 A `Download` is one ranged GET into one cache file. All bytes before its position
 have been written. A reader waits until the position passes the end of the bytes it
-needs, so it is woken when they arrive and not when the whole range ends. A reader
-that needs bytes of no running download starts one; later readers join it.
+needs, so it is woken when they arrive and not when the whole range ends. If no running
+download will bring a reader's bytes, the reader starts one; later readers join it.
 
 A download is cancelled when its readers were cancelled and the prefetch that
 wanted it was closed. The bytes that have arrived by then stay in the cache.
@@ -67,7 +67,7 @@ class Download:
     All bytes before `position` have arrived. `demanded` counts the waiting readers,
     `wanted` the interested prefetches and jobs. Unless a reader waits, it evicts no file that was
     used at or after `keep_used_since` (seconds since the epoch; inf: no file is protected, -inf:
-    only files of less value than one fetched ahead may go). `on_end` is called when it has ended.
+    only files of less value than one fetched ahead may be evicted). `on_end` is called at its end.
     """
 
     file: CacheFile
@@ -108,7 +108,7 @@ class Download:
         self.on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Count a reader's wait for [start, stop); return how many bytes had no wait before."""
+        """Note that a reader waits for [start, stop); return how many bytes no other waited for."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new
@@ -189,7 +189,7 @@ class Downloader:
         return self._cache.quota.limit
 
     async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
-        """Return once the bytes [start, stop) are in the file, which the caller has pinned.
+        """Wait until the bytes [start, stop) are in the file, which the caller has pinned.
 
         Starts or joins downloads of the missing bytes. If the caller is cancelled,
         a download that nothing else wants is cancelled, too.
@@ -253,7 +253,7 @@ class Downloader:
             if download is None:
                 until = self._free_until(file, *missing)
                 download = self._start(Download(file, missing[0], until, keep_used_since))
-            # Whatever may be evicted for this job or for an earlier one may be evicted now.
+            # Files that may be evicted for this job or an earlier one may be evicted now.
             download.keep_used_since = max(keep_used_since, download.keep_used_since)
             download.wanted += 1
             try:
@@ -298,8 +298,8 @@ class Downloader:
     ) -> list[Download]:
         """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
 
-        Returns fewer if the cache has no room for a file that was not opened yet. The caller calls
-        `unwant` on each when it loses interest; `on_end` is called when a started one has ended.
+        Stops early if the cache has no room for a file that was not opened yet. The caller must
+        call each one's `unwant` in the end; `on_end` is called when one started here has ended.
         """
         started = []
         at = start

@@ -44,13 +44,13 @@ AHEAD_SHARE = 1 / 64
 # Two uses of a file count as one if less than this share of the cache was fetched in between.
 ONE_USE = 1 / 64
 
-# The intervals that count: at most this many, and only those that ended while this
-# share of the cache was fetched; with fewer than FEWEST_INTERVALS no file is stale.
+# At most this many intervals count, and only those that ended while the last RECENT
+# of the cache's size was fetched; with fewer than FEWEST_INTERVALS no file is stale.
 INTERVALS = 128
 FEWEST_INTERVALS = 6
 RECENT = 1 / 2
-# The *long* interval is this quantile. The longest would be useless: a file that is
-# used once in a while would keep everything.
+# The *long* interval is this quantile of them. The longest interval would be useless:
+# one file that is used once in a while would keep all others from getting stale.
 LONG = 0.98
 # A kept file is stale after this many long intervals: in a random order some files
 # have to wait longer than others.
@@ -78,13 +78,13 @@ class Forecast(Protocol):
 
     @property
     def frontier(self) -> float:
-        """The time of the use that is being fetched for; files used later may be evicted for it."""
+        """The time of the next use to fetch for; files used later may be evicted for it."""
 
     def next_use(self, file: CacheFile) -> float | None:
         """The time of a file's next use; inf if it will not be used again, None if unknown."""
 
     def opening(self, file: CacheFile) -> bool:
-        """Note that a program begins to open a file; True if a plan has this open."""
+        """Note that a program begins to open a file; return True if a plan expects this."""
 
     def used(self, file: CacheFile) -> None:
         """Note that a program has opened a file."""
@@ -132,7 +132,7 @@ class EvictionOrder:
             del self._times[::2], self._fetched_at[::2]
 
     def restore(self, files: Iterable[CacheFile]) -> None:
-        """Add files of the catalog as kept files, before all others; least recently used first."""
+        """Put the catalog's `files`, least recently used first, before all other kept files."""
         restored = list(files)
         for file in reversed(restored):
             self.keep(file, file.used_at)
@@ -207,11 +207,11 @@ class EvictionOrder:
             self._passing_bytes += file.present.total
 
     def is_planned(self, file: CacheFile) -> bool:
-        """Note that a program begins to open a file; True if the forecast has this open."""
+        """Note that a program begins to open a file; return True if the forecast expects this."""
         return self.forecast is not None and self.forecast.opening(file)
 
     def _plan(self, file: CacheFile, next_use: float | None) -> bool:
-        """Give a file its place by its next use; False if that is unknown (None)."""
+        """Put a file into the order by `next_use`; return False if the time is unknown (None)."""
         if next_use is None:
             return False
         self._end_ahead(file)
@@ -227,7 +227,7 @@ class EvictionOrder:
         return True
 
     def _farthest(self) -> tuple[float, CacheFile | None]:
-        """Find the planned file whose next use is latest; return that time and the file or None."""
+        """Find the planned file with the latest next use; return (time, file) or (-inf, None)."""
         assert self.forecast is not None
         while self._uses:
             use, number, file = self._uses[0]

@@ -128,7 +128,7 @@ class Evictor:
         self._quota.measure_again()
 
     async def _load_oldest(self) -> bool:
-        """Load a page of the oldest files from the catalog; False at its end, and a while after."""
+        """Load the catalog's next oldest files; return False at its end and for a while after."""
         began = trio.current_time()
         if began < self._learn_at:
             return False

@@ -86,7 +86,7 @@ class FileCache:
         backing: PassthroughFiles | None = None,
         on_discard: Callable[[CacheFile], None] = lambda _file: None,
     ) -> None:
-        """Open the directory and read the catalog; with `in_any_case` on a bad disk too. Blocks.
+        """Open the directory and read the catalog, on a bad disk too if `in_any_case`. Blocks.
 
         At most `most_in_memory` unused files are kept in memory. `backing` has the files that
         the kernel reads itself (passthrough). `on_discard` is called with each file that is
@@ -266,7 +266,7 @@ class FileCache:
             self._catalog_writer.lost(file)
 
     def _let_go(self, file: CacheFile) -> trio.Event | None:
-        """End a file's registration for passthrough; return an event set when done, or None."""
+        """End a file's passthrough registration; return an event set then; None if it has none."""
         return self._backing.drop(file) if self._backing is not None else None
 
     def _unlink(self, file: CacheFile) -> None:
@@ -355,7 +355,7 @@ class FileCache:
                 nursery.start_soon(self._register_ahead, self._backing)
 
     async def _register_ahead(self, backing: PassthroughFiles) -> None:
-        """Register prefetched files, several in one message, as that wakes two processes."""
+        """Register prefetched files, several per message, as each message wakes two processes."""
         while files := backing.gathered[:MOST_AT_ONCE]:
             if len(files) < MOST_AT_ONCE:
                 await trio.sleep(GATHER_S)
@@ -379,7 +379,7 @@ class FileCache:
         self._catalog_writer.arrived(file)
 
     def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
-        """Read a version past the cache after a disk error; `for_now`: until its last user goes."""
+        """Make a file's users read past the cache; `for_now`: until the last of them has gone."""
         file.is_passed_over = for_now and (file.is_kept or file.is_passed_over)
         file.is_kept = False
         self.warn(error.strerror or str(error))
@@ -426,7 +426,7 @@ class FileCache:
 
         `fd` is its open descriptor. `present` has the ranges it has (None: all bytes), `crc` is
         its CRC32 if known, and `taken` is the cache file it was before `Handover.take_out`. The
-        caller must not write to it any more. Blocks shortly. Returns False, and leaves the file at
+        caller must not write to it any more. Blocks briefly. Returns False, and leaves the file at
         `path`, if the version has a file already, one is being created, or the disk fails.
         """
         file = self.pin(version)
@@ -622,7 +622,7 @@ class FileCache:
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
-        """Like `Disk.unlink`, but also None if any mount retains the file. Blocks."""
+        """Call `Disk.unlink`, or only return None if any mount retains the file. Blocks."""
         with contextlib.suppress(sqlite3.Error):  # then rely on what this mount knows
             file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
         return None if file.is_retained else self.disk.unlink(file.name, generation)

@@ -63,7 +63,7 @@ class PassthroughFiles:
         # Least recently used first; always the same dict.
         self.ids: OrderedDict[CacheFile, int] = OrderedDict()
         self._registering: dict[CacheFile, trio.Event] = {}
-        # Pinned, open files that `FileCache` is about to register: an open takes them along.
+        # Pinned, open files that `FileCache` will register soon, unless an open takes them along.
         self.gathered: list[CacheFile] = []
         # Ids being given back, with their st_ino: while no keeper runs they stay registered.
         self._leaving: dict[int, int] = {}
@@ -116,9 +116,9 @@ class PassthroughFiles:
         return self.ids.get(file, 0)
 
     async def register_all(self, files: Iterable[CacheFile]) -> list[int]:
-        """Register the first pinned, open files that are not registered, in one message.
+        """Register at most MOST_AT_ONCE of these pinned, open files in one message.
 
-        Returns the errnos of those that the kernel refuses; their next opens try again.
+        Returns an errno for each file that the kernel refuses; its next open tries again.
         """
         unique = dict.fromkeys(files)
         new = [file for file in unique if file not in self.ids and file not in self._registering]
@@ -177,7 +177,7 @@ class PassthroughFiles:
                 self._give_back(backing_id, st_ino)
 
     def drop(self, file: CacheFile) -> trio.Event | None:
-        """Give back the id of a file that no program has open; None if the file has no id.
+        """Give back the id of a file that no program has open; return None if it has no id.
 
         The event is set when the kernel has closed the file, or when the keeper has died; then
         the next keeper gives the id back.

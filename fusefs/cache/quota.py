@@ -59,7 +59,7 @@ class Quota:
         self._capacity = 0  # the size of the disk without the floor
         self._free_inodes = 0  # inodes above the floor
         self._lacks_inodes = False
-        # Once inodes are short, the number that must be free above the floor to end that.
+        # A shortage of inodes ends when this many are free above the floor.
         self.inode_slack = 0
         self._free_known_until = 0.0
         self._is_missing = False

@@ -50,7 +50,7 @@ class Residency:
         self._from_catalog: set[CacheFile] = set()
 
     def lacks(self, name: str) -> bool:
-        """True if the catalog certainly has no file of a name that is not in memory."""
+        """True if the catalog certainly has no file called `name`, which is not in memory."""
         if self._writer.has_neighbours:
             return False
         if not self._has_others:
@@ -62,7 +62,7 @@ class Residency:
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
-        """Load the files with these names, as far as the catalog has them."""
+        """Load those files with these names that the catalog has."""
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:

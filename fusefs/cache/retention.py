@@ -2,8 +2,8 @@
 
 A pin names a key of a bucket, or a prefix without its last slash, and covers every version of the
 objects there. Pins are in the cache directory's catalog, for all mounts. In memory each mount has a
-hash of each pin of its bucket. It reads only the pins that were added since, but after another
-mount has removed a pin, all of them.
+hash of each pin of its bucket. To follow other mounts, it reads the pins added since its last look,
+or all pins if any was removed.
 
 A mount's evictor knows only the names of other mounts' files, not their keys. So the catalog has a
 row with key and name of each retained file (`Catalog.retain`), written when a version of a pinned
@@ -114,7 +114,7 @@ class Retention:
         await self._change(lambda: self._add(new))
 
     def refresh_now(self) -> bool:
-        """Like `refresh`, but raises sqlite3.Error if the catalog can't be read. Blocks."""
+        """Do what `refresh` does; raises sqlite3.Error if the catalog can't be read. Blocks."""
         with self._catalog.reading() as db:
             return self._read(db)
 

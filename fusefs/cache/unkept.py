@@ -43,13 +43,13 @@ class UnkeptBuffers:
         return self._kept.get(reader, (0, bytearray()))
 
     def ahead(self, reader: object) -> int:
-        """The number of bytes to download at least for a read of `reader`."""
+        """The least number of bytes to download for a read of `reader`."""
         readers = len(self._kept) + (reader not in self._kept)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Reserve `size` bytes in the block after waiting for room; above the limit only alone."""
+        """Wait until `size` bytes fit or no others are reserved; reserve them during the block."""
         while self.used + size > self.limit and self.used:
             if self._kept_bytes:
                 self._empty(next(reader for reader, (_, data) in self._kept.items() if data))

@@ -124,7 +124,7 @@ class Plans:
             logger.warning("a plan can't be read again: %s", error)
 
     async def add(self, reader: str, offset: int, text: bytes, *, is_last: bool) -> dict[str, Any]:
-        """Add a piece to a reader's plan, at `offset` bytes; 0 replaces the plan. Return its state.
+        """Add `text` to a reader's plan at `offset` (0: begin it anew); return the plan's state.
 
         Each entry is a path relative to the mount, terminated by a NUL.
 
@@ -235,9 +235,9 @@ class Plans:
                 self._known.clear()
 
     def record(self, after: int) -> dict[str, Any]:
-        """Return the opened paths after the first `after`, in order; start recording if needed.
+        """Return the next opened paths after the first `after`; start recording if needed.
 
-        The paths before have been received. Recording ends after RECORD_S without a request.
+        The caller has received `after` paths. Recording ends after RECORD_S without a request.
         """
         if self._recorded is None:
             self._recorded, self._told = [], after
@@ -279,7 +279,7 @@ class Plans:
 
     @property
     def frontier(self) -> float:
-        """The time of the use that is prefetched now: files used later may be evicted for it."""
+        """The time of the next use to prefetch for; files used later may be evicted for it."""
         ahead = max((self._prefetcher.frontier(plan) for plan in self._active), default=math.inf)
         return self._clock + ahead
 

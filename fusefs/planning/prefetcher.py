@@ -5,8 +5,8 @@ each file's parts, in the order of need. As many run in parallel as the path to 
 the downloads that programs wait for, which go first (cache/readahead/). When an entry's turn comes,
 its path is looked up in the listings of the mount, as the program will do.
 
-The walk goes on until the cache has no room. A planned file may take the room of files of no
-further use, and of files not used since there is a plan; also of a file that is used later, as long
+The walk goes on until the cache has no room. For a planned file the cache may evict files of no
+further use and files not used since the first plan began; also files that are used later, as long
 as the files fetched ahead are a small share of the cache. The longer before its use a file is
 fetched, the fewer files are known to be useless, so going farther would fetch more in all (Cao et
 al., "A study of integrated prefetching and caching strategies", SIGMETRICS 1995).
@@ -56,7 +56,7 @@ LATE_FOR = ("rate", "room", "position")
 
 @dataclass(slots=True, eq=False)
 class Walk:
-    """The prefetch of one plan: `at` is the next entry; `ahead` maps positions to sizes."""
+    """The prefetch of one plan: entry `at` is next, `ahead` has begun files' sizes by position."""
 
     plan: Plan
     scope: trio.CancelScope
@@ -66,7 +66,7 @@ class Walk:
     ready: dict[int, int] = field(default_factory=dict)  # files that are cached
     ahead_bytes: int = 0
     ready_bytes: int = 0
-    # The next entries with their paths and the objects found for them.
+    # The next entries: position, path, and the object found or None.
     next: deque[tuple[int, str, ObjectInfo | None]] = field(default_factory=deque)
     lacks_room: bool = False
     in_time: int = 0
@@ -160,7 +160,7 @@ class Prefetcher:
         return outcome
 
     def frontier(self, plan: Plan) -> float:
-        """Return the number of entries up to the next one to fetch; inf if enough is ahead."""
+        """Return how far ahead of the reader the next entry to fetch is; inf if enough is ahead."""
         walk = self._walks.get(plan)
         most = max(self._most_under_way(), AHEAD_SHARE * self._downloader.room)
         if walk is None or walk.ahead_bytes > most:
@@ -191,7 +191,7 @@ class Prefetcher:
                         walk.at += 1
 
     async def _has_next(self, walk: Walk) -> bool:
-        """True if the first entry of `walk.next` is to be fetched now; waits if none may be."""
+        """Return True if the first entry of `walk.next` should be fetched now; may wait first."""
         plan = walk.plan
         walk.pass_by()
         under_way = walk.ahead_bytes - walk.ready_bytes

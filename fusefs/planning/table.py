@@ -27,17 +27,17 @@ from zlib import crc32
 # Entries of the first segment, and most entries of a segment.
 SMALLEST_SEGMENT = 1 << 14
 LARGEST_SEGMENT = 1 << 20
-# One in so many entries has its offset in the text recorded.
+# One entry in this many has its offset in the text recorded.
 BLOCK = 64
 # Share of the distinct paths by which opens may be out of order, either way: in a random order,
-# too, up to half of the opens are then expected. At most what workers have in their batches.
+# too, up to half of the opens are then expected. At most the entries in all workers' batches.
 WINDOW_SHARE = 1 / 4
 LEAST_WINDOW = 8
 LARGEST_WINDOW = 8192
 # Opens in a row that must stray to one place to make it the position.
 JUMP_AFTER = 8
-# Share of expected opens, over about the last so many, below which the plan is ignored, and above
-# which it is followed again.
+# The share of expected opens among about the last RECENT_OPENS: below LEAST_SHARE the plan is
+# ignored, above ENOUGH_SHARE it is followed again.
 RECENT_OPENS = 32
 LEAST_SHARE = 0.75
 ENOUGH_SHARE = 0.9
@@ -46,7 +46,7 @@ FIRST_SHARE = 0.87  # the initial share of a new plan
 MOST_LINKS = 256
 # Number of opens within which a second open of a file is the same use; fewer for a small data set.
 MOST_LATEST = 64
-# After so long and so many other opens without an expected one, nobody reads the plan.
+# After this time and this many other opens without an expected one, the plan is ignored.
 IDLE_S = 300.0
 IDLE_OPENS = 1000
 
@@ -174,7 +174,7 @@ class Plan:
         return [entry.decode(errors="replace") for entry in entries[start % BLOCK :]]
 
     def find(self, mark: int, least: int) -> int:
-        """Return the first position from `least` on of a checksum not opened yet; -1: none."""
+        """Return a checksum's first unopened position from `least` on; -1 if there is none."""
         for segment in self._segments:
             if segment.start + len(segment.marks) > least:
                 for at in reversed(segment.places(mark, least)):
@@ -183,7 +183,7 @@ class Plan:
         return -1
 
     def distance(self, mark: int) -> float:
-        """Return the number of entries from the farthest open to a checksum's next; inf: none."""
+        """Return the number of entries from the farthest open to a checksum's next one, or inf."""
         at = self.find(mark, self.low)
         return at - self.high if at >= 0 else math.inf
 
@@ -235,7 +235,7 @@ class Plan:
         self.last_expected = time.monotonic()
         self._seen.add(at)
         self.passed.append(at)
-        # Entries so far behind will not be read any more.
+        # Entries more than a window behind will not be read any more.
         self.high = max(self.high, at)
         least = self.high - self.window
         while self.low in self._seen or self.low < least:

@@ -275,7 +275,7 @@ class Operations:
             self.writer.flusher.released(handle.inode)
 
     def discarded(self, file: CacheFile) -> None:
-        """Give the names whose cache file was dropped new nodes; open handles keep the old ones.
+        """Give new nodes to the names whose cache file was dropped; open handles keep old nodes.
 
         The kernel may have cached wrong bytes for the node, and reads only one file per node.
         """

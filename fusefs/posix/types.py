@@ -1,4 +1,4 @@
-"""The arguments and answers of operations: the types that sessions share with them.
+"""The types of the arguments and answers of operations, which the sessions use as well.
 
 An operation answers at once, or returns a coroutine when it has to wait.
 """
@@ -188,7 +188,7 @@ async def find(store: Store, key: str) -> ObjectInfo | None:
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:
-    """Await an operation; a StoreError is raised as the OSError of its errno, here alone."""
+    """Await an operation, turning a StoreError into an OSError; nothing else turns them."""
     try:
         return await answer
     except StoreError as error:

@@ -60,7 +60,7 @@ def check_header(path: Path) -> None:
     (https://sqlite.org/fileformat.html#the_database_header).
 
     Raises:
-        DamagedCatalogError: they are not.
+        DamagedCatalogError: the bytes have other values.
     """
     try:
         with path.open("rb") as file:

@@ -30,7 +30,7 @@ REST = 3.0
 
 
 class Scrub:
-    """The scrub of one cache; `pages(size)` yields its larger files. Belongs to the event loop."""
+    """The scrub of one cache; `pages(n)` yields files above n bytes. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Scrub:
             await self.scrub(0)
 
     async def scrub(self, larger_than: int, *, is_first: bool = False) -> None:
-        """Compare files larger than `larger_than`; if `is_first`, only those not compared yet."""
+        """Compare files above `larger_than` bytes; if `is_first`, only files not compared yet."""
         self._done_files = self._done_bytes = 0
         self._state = "under way"
         async for files in self._pages(larger_than):

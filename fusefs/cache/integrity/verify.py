@@ -2,7 +2,7 @@
 
 A file that differs, or that the disk cannot read, is dropped: its version has no
 cached copy any more, and the next reader downloads it again. Programs that have the
-dropped file open for passthrough continue to read it. It is never rewritten.
+dropped file open for passthrough continue to read it. A file is never rewritten.
 
 Ranges without a checksum (a killed process may not have written the last ones to
 the catalog) count as right. The scrub computes their checksums, so that later
@@ -86,7 +86,7 @@ class Integrity:
         self._discard(file)
 
     def sum_written(self, file: CacheFile, fd: int, crc: int | None = None) -> None:
-        """Compute the sums of a file written by a program, of a large file later in `run`.
+        """Compute the sums of a file that a program wrote: now, or in `run` if the file is large.
 
         `crc` is the CRC32 of the whole file, if known.
         """

@@ -27,7 +27,7 @@ LOOKED_AT = 64
 MOST_BEGUN = 32
 # Files that were read and whose next file is remembered.
 MOST_READ = 1024
-# Guesses that count, and one in how many is made while most are wrong.
+# The number of last guesses that count; while most are wrong, one in TRY_EACH is made.
 REMEMBERED = 16
 TRY_EACH = 8
 
@@ -121,6 +121,6 @@ class NextFiles:
             download.unwant()
 
     def close(self) -> None:
-        """End the interest in all downloads that were started and not used yet."""
+        """Call `unwant` on all downloads of files that were not opened yet."""
         while self._begun:
             self._end(next(iter(self._begun)))

@@ -86,7 +86,7 @@ class PathMeter:
         self._readers.pop(reader, None)
 
     def change(self, downloads: int, size: int) -> None:
-        """Add downloads of `size` bytes, both may be negative, to those that are running."""
+        """Add `downloads` of `size` bytes in all to the running ones; negative: remove them."""
         self._count_running()
         self._running += size
         self._under_way += downloads

@@ -5,8 +5,8 @@ are fetched ahead: first the files after the opened one in the listing, then fro
 start. Once enough such files were opened, the first miss in another folder suffices, and when a
 folder was fetched whole, the next folder is begun.
 
-The number of files fetched ahead and unread may grow with the opens, less the files that
-were evicted unread, so a program that reads a few files of a large folder causes little waste. The
+Each opened file lets more files be fetched ahead and unread, each file evicted unread fewer,
+so a program that reads a few files of a large folder causes little waste. The
 number of parallel downloads follows from the latency: enough to keep the daemon busy. If readers
 wait for more downloads than that, nothing is fetched ahead, as it would make them wait longer.
 """
@@ -105,7 +105,7 @@ class Siblings:
         return min(self._downloader.most_small, max(LEAST_WIDTH, wanted))
 
     def opened(self, prefix: str, info: ObjectInfo, *, was_there: bool) -> None:
-        """Note that a small file of a folder is being opened; fetch others ahead if worthwhile.
+        """Note the open of a small file of a folder; fetch the folder's other files if worthwhile.
 
         `was_there` says if the whole file was in the cache.
         """
@@ -131,7 +131,7 @@ class Siblings:
             self._fetch()
 
     def close(self) -> None:
-        """End the interest in all downloads."""
+        """Call `unwant` on all downloads of unread files."""
         while self._folders:
             self._end(next(iter(self._folders)))
 

@@ -94,7 +94,7 @@ class Readahead:
             self._scattered.waited(began, ended, are_long=are_long)
 
     def close(self) -> None:
-        """End the interest in all downloads; those that nothing else wants are cancelled."""
+        """Cancel the file's downloads that nothing else wants; end the reader's share."""
         for window in self._windows:
             window.close()
         self._scattered.close()
@@ -157,12 +157,12 @@ class Window:
             self._reader.go_on(stop + self._size - size)
 
     def pause(self) -> None:
-        """End the interest in all downloads until the next read in order."""
+        """Cancel the window's downloads that nothing else wants, until the next read in order."""
         self.close()
         self._ahead = self._expected
 
     def close(self) -> None:
-        """End the interest in all downloads; those that nothing else wants are cancelled."""
+        """Cancel the window's downloads that nothing else wants."""
         downloads, self._downloads = self._downloads, []
         for download in downloads:
             download.unwant()

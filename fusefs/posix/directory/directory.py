@@ -26,8 +26,8 @@ class Directory:
     """The segments of one directory, in order and disjoint.
 
     `generation` grows with each change that a stream may show. `most_s` is the metadata TTL
-    of its pages. `changed` is the time of the last known change. At `doubted` a sign of a change,
-    or a change of our own, came last: pages that were requested before are not relied on
+    of its pages. `changed` is the time of the last known change. `doubted` is the time of the last
+    sign of a change or change by this mount: pages requested before it are not relied on
     (freshness.py). Times are seconds of the monotonic clock.
     """
 
@@ -43,7 +43,7 @@ class Directory:
     generation: int = field(default_factory=lambda: next(_GENERATIONS))
     # The number of segments that were ever added.
     additions: int = 0
-    # The walk that filled the directory; its next page is loaded when a stream reads this one.
+    # The walk that filled the directory; the next read of the directory loads its next page.
     walk: Walk | None = None
 
     def behind(self, position: str) -> Segment | None:
@@ -73,7 +73,7 @@ class Directory:
                 segment.pending[name] = None
 
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Add a segment; return the segments it replaces, and those added: it and their rests."""
+        """Add `new`; return the replaced segments, and the added ones (their rests and `new`)."""
         gone = [old for old in self.segments if old.overlaps(new)]
         shown = [(old.start, old.stop, old.entries) for old in gone]
         if gone and shown != [(new.start, new.stop, new.entries)]:

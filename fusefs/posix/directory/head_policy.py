@@ -9,7 +9,7 @@ one time, by one program. After EXPERIENCE objects in a row without attributes, 
 a sample of one is enough.
 
 This is safe enough because one object with attributes ends the assumption for its directory and its
-siblings; an object that is younger than those without gets its HEAD; and nothing is assumed of a
+siblings; an object younger than those without attributes gets a HEAD; and nothing is assumed of a
 directory in which this mount, or an earlier one with its cache, made a change. Before an object is
 changed, it always gets its HEAD.
 
@@ -135,7 +135,7 @@ class HeadPolicy:
         self._without_in_a_row += 1
 
     def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
-        """Decide after HEADs of `asked` files, given all files' times; True: no attributes."""
+        """Decide for a directory after HEADs of `asked` files; False if any had attributes."""
         directory = _entry(self._directories, prefix)
         if directory.has_attributes:
             return False

@@ -135,7 +135,7 @@ class Directories:
         return known if is_young and is_made else None
 
     def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """As `lookup_now`, but None if the answer is only shown and not relied on."""
+        """Do what `lookup_now` does; None also if the entry is only shown, not relied on."""
         known = self.lookup_now(directory, name)
         return known if known is not None and known[1] > time.monotonic() else None
 
@@ -144,8 +144,8 @@ class Directories:
     ) -> tuple[Entry | Absent, float]:
         """Look up a name; return its entry, and the monotonic time until which that is relied on.
 
-        If the bucket was asked, that time is after the begin of this call at least. With
-        `is_opened` older answers that are only shown, and not relied on, are not used.
+        If the bucket was asked, that time is later than the begin of this call. With
+        `is_opened`, entries that are only shown, and not relied on, are requested again.
         """
         began = time.monotonic()
         for _ in range(3):
@@ -203,7 +203,7 @@ class Directories:
     def segment_now(
         self, directory: Directory, position: str, valid_since: float, expect: Expect
     ) -> Segment | None:
-        """As `segment_behind`, without waiting; None if a request is needed."""
+        """Do what `segment_behind` does, without waiting; return None if a request is needed."""
         segment = directory.behind(position)
         if segment is None or segment.doubtful or _valid_until(segment) <= valid_since:
             return None
@@ -348,7 +348,7 @@ class Directories:
         return segment
 
     async def _load_around(self, directory: Directory, name: str) -> None:
-        """Load the page that held a name, or one that starts at it, or wait for one under way.
+        """Load the page that held a name, or a page from the name on; or wait for a running load.
 
         In an unknown directory the first page is loaded, which mostly has all names: otherwise
         names in random order would cost a page for each name that sorts before all earlier ones.

@@ -2,8 +2,8 @@
 
 A file that is being written is in no listing until it is uploaded: its change
 *lasts* until the upload has landed. A LIST that was under way during a change may lack
-the change, so every change is kept by its name as long as such a LIST is under way
-(they are counted). The latest older changes are kept by name as well. For forgotten
+the change, so every change is kept by its name as long as such a LIST is under way.
+The latest older changes are kept by name as well. For forgotten
 changes only the directory and the time are kept: a listing from before that time is not
 used, nor is a listing that was under way while the directory was renamed.
 """
@@ -57,7 +57,7 @@ class PendingChanges:
 
     @contextmanager
     def listing(self) -> Iterator[float]:
-        """Keep all changes while a listing is under way; yields its begin (`Segment.fetched`)."""
+        """Keep all changes while a listing is under way; yield the time of the listing's begin."""
         number = next(self._numbers)
         self._listings[number] = time.monotonic()
         try:
@@ -111,7 +111,7 @@ class PendingChanges:
     def changed_since(
         self, prefix: str, name: str, since: float
     ) -> tuple[Entry | Absent, float] | None:
-        """The last change of a name since a listing's begin, with its time; None for none."""
+        """The last change of a name since a listing's begin, with its time; None if unchanged."""
         found = self._recent.get(prefix, {}).get(name)
         return found if found is not None and found[1] >= since else None
 

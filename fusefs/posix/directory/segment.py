@@ -1,8 +1,8 @@
 """The part of a directory that one LIST page shows.
 
-A *segment* lies between two positions of a directory and has all entries
-between them, so it can tell that a name exists and that it does
-not. Positions and their order are those of posix/nodes/names.py.
+A *segment* lies between two positions of a directory and has all entries between them, so
+it shows for each name there whether the name exists. posix/nodes/names.py defines the
+positions and their order.
 
 A page starts and ends at keys, a segment at positions, and the two differ for files: the file `a`
 has the position `a/`, after `a-b`, as it has to be hidden if the prefix `a/` exists. Files whose
@@ -60,7 +60,7 @@ class Segment:
     `stop` None is the directory's end. Times are seconds of the monotonic clock: names are shown
     until `expires`; opens, missing names and streams rely on the segment until `sure_until`,
     `belief` seconds after its request at `fetched` (freshness.py). `hidden` has the files hidden
-    by directories of the same name, None if it is unknown if there is such a file. `has_hidden`:
+    by directories of the same name, by this name (None: such a file may exist). `has_hidden`:
     some keys, these or others, may not be shown.
     """
 

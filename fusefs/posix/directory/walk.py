@@ -42,7 +42,7 @@ Expect = Callable[[str, Segment], None]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The begin of a flat page: behind the key `after`.
+    """The place where a flat page begins: behind the key `after`.
 
     `begun` has the entries of the folders that the last page did not complete; that
     page was requested at `fetched`, in monotonic seconds.
@@ -57,7 +57,7 @@ class Start:
 class Walk:
     """A walk of a program through the folders of one directory.
 
-    `next` is the begin of the next flat page, None at the end or while that page is
+    `next` is the start of the next flat page, None at the end or while that page is
     `loading`. `pays` is False once flat pages have failed, or saved no requests.
     """
 

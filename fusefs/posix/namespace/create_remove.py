@@ -1,14 +1,14 @@
 """Creation, linking and removal of names. Renames build on these methods (rename.py).
 
-A directory exists by a marker object (empty, its key is the prefix) or by the objects below
-its prefix. Before its last object is removed, this mount puts a marker, so that it stays a
-directory until rmdir. A bucket has no second name for an object: a hard link is a copy, or
-a PUT of the content if the file was not uploaded yet; it replaces no object.
+A directory exists by a marker object (empty, its key is the prefix) or by the objects below its
+prefix. Before a directory's last object is removed, this mount puts a marker, so that the directory
+stays until rmdir. A bucket has no second name for an object: a hard link is a copy, or a PUT of the
+content if the file was not uploaded yet; neither replaces an object.
 
 A request may come twice, if a process died after it did the work and before it answered.
-So a request is recorded after all checks, before it changes anything; if a repeated
-request finds its change done, it succeeds. It recognises its own copy by the recorded token,
-or by the modification time in the metadata.
+So a request is recorded after all checks, before it changes anything; if a repeated request
+finds its change done, the request succeeds. A copy that a repeated request made before is
+recognised by the recorded token, or by the modification time in the metadata.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CreateRemove(MountPart):
             self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
 
     def _may_be_there(self, staged: StagedFile) -> bool:
-        """True if the bucket may have the file's object, also by an unseen or late request."""
+        """True if the bucket may have the file's object, maybe from a request without an answer."""
         if self._unanswered.concerns(staged.key):
             return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
@@ -116,7 +116,7 @@ class CreateRemove(MountPart):
         return caller.unique in self._state.begun
 
     def _correct(self, parent: Inode, name: str) -> None:
-        """Distrust the listing that lacks a name which the bucket has."""
+        """Mark a directory's listing as wrong about a name, which the bucket has."""
         directory = self._directories.get(self._inodes.key(parent))
         self._directories.correct(directory, name, None)
 
@@ -125,15 +125,15 @@ class CreateRemove(MountPart):
         return (await self._directories.lookup(directory, name))[0]
 
     def _file_now(self, parent: Inode, name: str, entry: ObjectInfo) -> ObjectInfo:
-        """The present version of a file that was listed as `entry`, as this mount may change it."""
+        """The present version of a file listed as `entry`: this mount may have changed it since."""
         directory = self._directories.get(self._inodes.key(parent))
         known = self._directories.lookup_now(directory, name)
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     async def file_now(self, inode: Inode) -> Inode:
-        """Return the node of a file's name, if a write gave the name a new node; else `inode`.
+        """Return the node that a file's name has now: a write may have given the name a new one.
 
-        For a file that was removed or replaced here it is the node that leads all its handles.
+        For a file that this mount removed or replaced, return the file's `lead` node.
         """
         if inode.lead is not None:
             return inode.lead
@@ -199,7 +199,7 @@ class CreateRemove(MountPart):
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Put an object with IF_ABSENT; EEXIST if the key is in use, also without conditions."""
+        """Put an object if its key is free, else EEXIST; without store conditions, look before."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -223,7 +223,7 @@ class CreateRemove(MountPart):
             raise OSError(errno.EEXIST, name)
 
     async def change_directory(self, inode: Inode, meta: Meta) -> None:
-        """Write a directory's attributes to its marker, whose content, if any, is kept."""
+        """Write a directory's attributes to its marker; the marker's content, if any, stays."""
         async with self.prefix_lock.change((inode, "")):
             prefix, etag, put = self._inodes.key(inode), None, self._writer.empties.put_marker
             if inode.marker_etag is not None:
@@ -240,7 +240,7 @@ class CreateRemove(MountPart):
     # Linking, and the copies that renames need
 
     async def link(self, inode: Inode, to: Inode, name: str, caller: Caller) -> Inode:
-        """Create a hard link; EPERM for a directory, ENOENT for a removed file, else EEXIST."""
+        """Create a hard link; EPERM for a directory, ENOENT if removed, EEXIST for a used name."""
         if inode.info is None:
             raise OSError(errno.EPERM, "a directory has one name")
         if inode.parent is None or inode.is_removed:
@@ -270,7 +270,7 @@ class CreateRemove(MountPart):
             return linked
 
     async def _made_before(self, inode: Inode, key: str) -> ObjectInfo | None:
-        """The copy that a repeated request made before, known by token or time (ns); else None."""
+        """Find the copy that a repeated request made before, by token or time; None if none."""
         found = await find(self._store, key)
         if found is None:
             return None
@@ -316,7 +316,7 @@ class CreateRemove(MountPart):
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """As `_copy`, waiting for the repair if a late request has undone the source."""
+        """Copy `source`, after its repair if a late request undid it; return (source, copy)."""
         until = trio.current_time() + PUT_BACK_S
         while True:
             try:
@@ -478,7 +478,7 @@ class CreateRemove(MountPart):
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
     async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """Lock a node's staged file against writes and uploads; return it, or None if none."""
+        """Lock a node's staged file, if any, against writes and uploads; return it or None."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
             held = self._writer.uploads.held(staged)

@@ -71,7 +71,7 @@ class Mutations(MountPart):
     # Attributes and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
-        """As `setattr`, if that takes no wait, as for a file just written (tar, rsync); or None."""
+        """Do what `setattr` does if no wait is needed, as for a file just written; else None."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None
@@ -91,7 +91,7 @@ class Mutations(MountPart):
         return self._shown(nodeid)
 
     async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
-        """Change a node's attributes, and its content's size; answers as `Operations.getattr`."""
+        """Change a node's attributes or size; return what `Operations.getattr` returns."""
         if new.size is None:
             await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)

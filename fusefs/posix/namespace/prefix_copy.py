@@ -2,8 +2,8 @@
 
 Existing objects may count as copies, so that an interrupted run can be continued. An object may be
 a copy of another one if it has the same size and is not older, by the bucket's own clock; within
-the same second, only if it has the same ETag as well. An object is not copied again only if its
-copy has the same ETag: another client may have replaced the content during the copy.
+the same second, only if it has the same ETag as well. An object is copied again unless its copy
+has the same ETag: another client may have replaced the content during the copy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PrefixCopy:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_copy_ns(self) -> int:
-        """The latest Last-Modified (ns) of the copies; those of markers have this machine's."""
+        """The latest Last-Modified (ns) of the copies but markers, whose time is this machine's."""
         copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
         return max(copies, default=0)
 
@@ -89,7 +89,7 @@ class PrefixCopy:
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
-        """Find the copies of an earlier run, for `undo`; all have a time up to `until_ns`."""
+        """Find an earlier run's copies, for `undo`; but for markers none is after `until_ns`."""
         listed, there, pairs = await self._list_both()
         for source, copy in pairs:
             if _is_marker(copy) or _is_until(copy, until_ns):
@@ -99,7 +99,7 @@ class PrefixCopy:
             self._may_lack_marker = True
 
     async def recall_sources(self, until_ns: int | None) -> None:
-        """Find the sources of an earlier run, to delete; all have a time up to `until_ns`."""
+        """Find the sources of an earlier run, to delete them: none is later than `until_ns`."""
         listed, _, pairs = await self._list_both()
         self.sources = {one.key: one for one, _ in pairs if _is_until(one, until_ns)}
         self.total = len(self.sources)
@@ -166,7 +166,7 @@ class PrefixCopy:
         return await self._store.put_file(key, self._empty, 0, write)
 
     async def undo(self, *, keep: str = "") -> None:
-        """Delete the copies, except that of the key `keep`; first restore the old marker."""
+        """Delete the copies, except the one under the key `keep`; first restore the old marker."""
         await self._recall_unanswered()
         if self._may_lack_marker:
             await self._put_marker_back()
@@ -220,7 +220,7 @@ class PrefixCopy:
             self._left, self._folders = dict(self.sources), self.folders()
         else:
             listed = {info.key: info for info in await list_all(self._store, self.old)}
-            self._folders -= listed.keys()  # with a marker put since
+            self._folders -= listed.keys()  # they have got markers since
             self._left = {
                 key: source
                 for key, source in self._left.items()
@@ -254,7 +254,7 @@ def _depth(info: ObjectInfo) -> int:
 async def copy_current(
     store: Store, source: ObjectInfo, key: str, is_dated: IsDated, condition: Condition = None
 ) -> tuple[ObjectInfo, ObjectInfo]:
-    """Copy an object's latest version, with its modification time; return that and the copy."""
+    """Copy an object's latest version, with its modification time; return (version, copy)."""
     write = Write(condition=condition, keeps_mtime=not is_dated(source))
     for _ in range(TRIES - 1):
         try:

@@ -85,7 +85,7 @@ class Relocator(MountPart):
             if entry is None or is_staged:
                 entry = inode.info
             elif inode.info != entry and inode.is_open:
-                self._inodes.mark_replaced(inode)  # the copy is of another version than it reads
+                self._inodes.mark_replaced(inode)  # the copy is of another version than is open
             elif inode.info != entry:
                 self._inodes.replace_version(inode, entry)
             if moved:
@@ -145,7 +145,7 @@ class Relocator(MountPart):
         self._directories.changed(*split_entry(new), None)
 
     def ended(self, old: str, new: str, *, is_ours: bool) -> None:
-        """Update the listings after a rename's end; those of an inherited one are distrusted."""
+        """Update the listings at a rename's end; unless `is_ours`, request them again later."""
         self._directories.pending_changes.landed(*split_entry(old))
         if is_ours:
             return

@@ -41,7 +41,7 @@ RENAME_NOREPLACE = 1
 
 
 class Made(NamedTuple):
-    """An object under a new key, and its source; `sent` are the `meta_changes` at a PUT."""
+    """An object under a new key, and its source; `sent`: `meta_changes` at a PUT, else None."""
 
     source: ObjectInfo
     new: ObjectInfo
@@ -49,7 +49,7 @@ class Made(NamedTuple):
 
 
 class NameChanges(CreateRemove):
-    """The changes of one mount's names: `rename`, and those of `CreateRemove`.
+    """The changes of one mount's names: `rename`, and the methods of `CreateRemove`.
 
     Belongs to the event loop.
     StoreError is raised if the bucket refuses a change, or a late request may undo it.
@@ -155,7 +155,7 @@ class NameChanges(CreateRemove):
         await self._writer.removals.flush_below(new)
 
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
-        """Give a renamed closed file that only the local disk has the durability of its new path.
+        """Send or sync a renamed, closed file that only the local disk has, as its new path needs.
 
         After an error the file is renamed all the same, and sent later. No name is locked here.
         """
@@ -203,7 +203,7 @@ class NameChanges(CreateRemove):
             self._check_deleting(new[1])
 
     def _replaced(self, new: Name, *, is_repeated: bool) -> Inode | None:
-        """The node that a rename replaces, or None; for a repeated request, by its staged file."""
+        """The node that a rename replaces, or None; a repeated request may know its staged file."""
         if is_repeated:
             for staged in self._writer.staging:
                 if staged.key == self._key(new) and not staged.is_unlinked:
@@ -220,7 +220,7 @@ class NameChanges(CreateRemove):
         *,
         is_strict: bool,
     ) -> None:
-        """Rename a file, over that of the node `replaced` if it is not None.
+        """Rename a file, replacing the file of the node `replaced` unless that is None.
 
         `entry` is ABSENT if nothing is left to be done in the bucket. With `is_strict` no object
         is replaced: EEXIST if there is one by now.
@@ -300,7 +300,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Update a staged file after its rename: the object to replace, or that it was sent."""
+        """Update a renamed staged file: which ETag it will replace, or that it was uploaded."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
@@ -316,7 +316,7 @@ class NameChanges(CreateRemove):
     async def _make_staged(
         self, staged: StagedFile, new: Name, condition: Condition
     ) -> Made | None:
-        """As `_make`, for a staged file."""
+        """Do what `_make` does, for a staged file."""
         source, is_strict = staged.inode.object, condition == IF_ABSENT
         is_there = staged.etag == source.etag
         # The object of a reserved name is empty (exclusive.py), and a copy of it would be, too.
@@ -362,8 +362,8 @@ class NameChanges(CreateRemove):
     ) -> tuple[ObjectInfo, ObjectInfo]:
         """Copy an object, which an earlier attempt may have moved; return its version and the copy.
 
-        The copy gets the attributes `meta`, or the object's if that is None. If the object is
-        another version than `source` by now, that version is copied unchanged.
+        The copy gets the attributes `meta`, or (None) the object's. If the object is another
+        version than `source` by now, the present version is copied unchanged.
         """
         key = self._key(new)
         try:

@@ -1,4 +1,4 @@
-"""Renames of directories: all objects are copied, then the old ones deleted, on record throughout.
+"""Renames of directories, with a record on the disk: copy all objects, then delete the old ones.
 
     DIRECTORY/NUMBER.json       the record: both prefixes, bucket, phase, mount
 
@@ -71,8 +71,8 @@ class RenameJob:
 
     The record's NUMBER is the time of its begin, in ns. `has_replaced`: there was an empty
     directory of the new name; `is_ours`: this process began the rename. `until_ns` is as in the
-    record. `is_safe`: the record of its phase is safe against a power cut. `known_at` is when this
-    process began or found it, in monotonic seconds.
+    record. `is_safe`: the record of the phase is safe against a power cut. `known_at` is when this
+    process began or found the rename, in monotonic seconds.
     """
 
     path: Path
@@ -252,9 +252,9 @@ class RenameJobs:
         return job
 
     async def finish(self, job: RenameJob) -> bool:
-        """Finish a rename, or wait until another task has; True if done, False if undone.
+        """Finish a rename, or wait until another task has; return True if done, False if undone.
 
-        It is done when all objects exist under the new name and deletes are allowed:
+        A rename is done when all objects exist under the new name and deletes are allowed:
         `run` later deletes the old objects that could not be deleted yet.
         """
         async with job.lock:
@@ -300,7 +300,7 @@ class RenameJobs:
         self._note(job)
 
     async def _complete(self, job: RenameJob) -> None:
-        """Delete the old objects, or the copies if the rename is undone; `run` retries it."""
+        """Delete the old objects, or the copies if the rename is undone; `run` retries later."""
 
         def note(count: int) -> None:
             job.deleted += count

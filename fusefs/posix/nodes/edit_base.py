@@ -1,7 +1,7 @@
-"""The object under an edited file, and the record of which bytes are still the object's.
+"""The object whose bytes an edited local file still lacks, and the record of these bytes.
 
-The holes of the local file show which pages it lacks, so this record survives the
-process. posix/write/sparse_edit.py downloads the pages that the file lacks.
+The local file has holes in place of the pages that it lacks, so the record survives the
+process. posix/write/sparse_edit.py downloads these pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EditBase:
     """The object that provides the bytes which an edited file lacks. For the event loop.
 
     The object provides the first `size` bytes of the file, except the `filled` pages, which
-    are in the file itself; programs have written to the `changed` ones. The object's cache
+    are in the file itself; programs have written to the `changed` pages. The object's cache
     `file` is pinned. `tokens` are those of the staged file: an object with one of them is
     the file's own upload, and can provide the same bytes.
     """
@@ -62,7 +62,7 @@ class EditBase:
         return own
 
     def recover(self, fd: int) -> None:
-        """Find the pages that an earlier process wrote, by the file's holes. Blocks shortly."""
+        """Note the pages that an earlier process wrote: all but the holes. Blocks briefly."""
         size = os.fstat(fd).st_size
         self.size = min(self.size, size)
         for start, stop in _extents(fd, size):

@@ -34,8 +34,8 @@ ROOT_ID = 1
 class FileNumbers:
     """The inode numbers of a mount's files. Belongs to the event loop.
 
-    `prefix` is the mount's own. `log` writes a record to the journal, `new_number` returns an
-    unused number, and `known` returns the numbers of all nodes that the kernel knows.
+    `prefix` is the mount's, in the bucket. `log` writes a record to the journal, `new_number`
+    returns an unused number, and `known` the numbers of all nodes that the kernel knows.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FileNumbers:
         self._record(self._place(parent, name, is_directory), SPENT)
 
     def give(self, inode: Inode, number: int) -> None:
-        """Give the file of a node's name this number."""
+        """Assign a number to the file of a node's name."""
         assert inode.parent is not None
         self._record(self._place(inode.parent, inode.name, False), number)
 

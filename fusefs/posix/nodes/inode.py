@@ -275,7 +275,7 @@ class LinkedNames:
 
 
 class FileState(enum.Enum):
-    """The state of a staged file; whether an upload is needed is told by `StagedFile.is_dirty`.
+    """The state of a staged file; `StagedFile.is_dirty` tells whether an upload is needed.
 
     OPEN       no close or fsync has told a program yet that the content is kept
     ABANDONED  as OPEN, but the last program that closed the file was killed
@@ -308,7 +308,7 @@ class StagedFile:
 
     `exclusive` is set while the bucket has not decided yet that a file created
     with O_EXCL is new: it marks this file's reservation (exclusive.py).
-    `creator` is the process that created it with O_EXCL, 0 if unknown, None without O_EXCL.
+    `creator` is the process that created a file with O_EXCL, 0 if unknown, None without O_EXCL.
     `is_rewrite`: the node stood for an object before the file was written to.
     `before` are the attributes that the object had, or was to have, when the file was opened
     for the rewrite. `begun_ns` is the begin, in ns since the epoch, of a multipart upload whose
@@ -321,7 +321,7 @@ class StagedFile:
     `only_appended`: the bytes that the bucket lacks were written with O_APPEND, and may be put
     behind another object; `rebases` counts how often they were. A closed file is uploaded
     `pause_s` after `since`. While a request has the first `sending` bytes as its body, the
-    file may grow; `sent` is the value of `changes` when that was begun, at `sent_at`.
+    file may grow; `sent` is the value of `changes` when the request began, at `sent_at`.
     `writers` are the lock owners that have written what the bucket lacks: a process has
     one for all its descriptors, a forked child another one. `is_named`: the file's name in
     the staging directory survives a power cut.
@@ -412,7 +412,7 @@ class StagedFile:
         self.uploaded, self.kept_size = self.changes, size
 
     def mark_uploaded(self, size: int) -> None:
-        """Note that the bucket has the first `size` bytes; no close has promised later ones."""
+        """Note that the bucket has the first `size` bytes; no close has promised later bytes."""
         self.uploaded, self.kept_size = self.sent, size
         if self.is_content_dirty:
             self.since = self.sent_at  # the file has grown meanwhile
@@ -447,7 +447,7 @@ class StagedFile:
         return os.fstat(self.fd).st_size
 
     def stamp(self) -> tuple[int, int]:
-        """Size and modification time (ns) of the content: a later content has other ones."""
+        """The content's size and modification time (ns); each change of it changes them."""
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 
@@ -465,7 +465,7 @@ class StagedFile:
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """Size and time (ns) of the object if its attributes are to change; None if they aren't."""
+        """The object's size and time (ns) for a change of its attributes; None if none is due."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None

@@ -265,7 +265,7 @@ class InodeTable:
         links.add(made)
 
     def link_again(self) -> None:
-        """Link restored nodes again: those of one number were linked in an earlier process."""
+        """Link restored nodes again: nodes with equal numbers were linked in an earlier process."""
         seen: set[int] = set()
         shared: set[int] = set()
         files = [node for node in self.by_id.values() if node.info is not None]

@@ -28,7 +28,7 @@ logger = logging.getLogger("fusefs.names")
 
 # The pause before the names are gone through again, if too many of them were in use.
 AGAIN_AFTER_S = 1.0
-# A notification with so many names takes a millisecond or two.
+# A notification with this many names takes a millisecond or two.
 BATCH = 128
 # Pruning ends this share below the limit, as new names come at once.
 MARGIN = 0.25
@@ -37,8 +37,8 @@ MARGIN = 0.25
 class NamePruner:
     """Makes the kernel forget names when the inode table is over its limit. For the event loop.
 
-    `prune` asks the kernel to drop those of some nodes that no program uses; it returns at
-    once, False if the kernel has no such notification.
+    `prune` asks the kernel to drop the given nodes that no program uses. It returns at once:
+    False if the kernel has no such notification.
     """
 
     def __init__(self, inodes: InodeTable, prune: Callable[[Sequence[int]], bool]) -> None:

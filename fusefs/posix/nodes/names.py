@@ -32,7 +32,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def split_entry(key: str) -> tuple[str, str]:
-    """As `split_key`, but `key` may also be a directory's own prefix, ending in `/`."""
+    """Split a file's key, or a directory's prefix, into the parent's prefix and the name."""
     prefix = parent_of(key)
     return prefix, key[len(prefix) :].removesuffix("/")
 

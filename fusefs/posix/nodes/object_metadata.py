@@ -46,7 +46,7 @@ _HEADER_PREFIX = "x-amz-meta-"
 _S3FS = ("mode", "uid", "gid", "mtime")
 _AWS = ("file-permissions", "file-owner", "file-group", "file-mtime")
 _READ = {*_S3FS, *_AWS, "xattr"}
-# With the token of the change that made the object, which says nothing about the content.
+# Not in `Meta.other`; the token of the change that made the object says nothing of its content.
 _OWN = _READ | {"atime", "ctime", CHANGE}
 
 
@@ -80,7 +80,7 @@ class Meta:
         return stat.S_ISLNK(self.mode)
 
     def changed(self, **changes: Any) -> Meta:
-        """A copy with changed attributes, which then are the object's and no defaults."""
+        """Make a copy with these changes; the changed attributes are no longer `unset`."""
         return replace(self, unset=self.unset - changes.keys(), **changes)
 
     def as_metadata(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ def has_attributes_in(metadata: Mapping[str, str]) -> bool:
 
 
 def read(metadata: Mapping[str, str], default: Meta) -> Meta:
-    """Read the attributes from an object's metadata; those it lacks are taken from `default`."""
+    """Read the attributes from an object's metadata; take missing ones from `default`."""
     kind = stat.S_IFMT(default.mode)
     mode = _mode(metadata.get("mode"), kind)
     if mode is None:
@@ -151,13 +151,13 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
 
 
 def read_time(metadata: Mapping[str, str]) -> int | None:
-    """Read the modification time in an object's metadata, in ns since the epoch; None if none."""
+    """Read the modification time from metadata, in ns since the epoch; None if it has none."""
     known = _time(metadata.get("mtime"))
     return known if known is not None else _aws_time(metadata.get("file-mtime"))
 
 
 def _octal(text: str | None) -> int | None:
-    """Read an octal mode as AWS writes it, which may lack the file type; None if it is none."""
+    """Read an octal mode as AWS writes it, maybe without a file type; None if it is invalid."""
     if text is None or not 0 < len(text) <= 8 or set(text) - set("01234567"):
         return None
     return int(text, 8)
@@ -181,7 +181,7 @@ def _mode(text: str | None, kind: int) -> int | None:
 
 
 def _whole(text: str | None) -> int | None:
-    """Read a decimal number of at most 32 bits, an id or a mode; None if it is none."""
+    """Read an id or a mode, a decimal number of at most 32 bits; None if it is invalid."""
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10:
         return None
     value = int(text)

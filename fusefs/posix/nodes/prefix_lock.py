@@ -5,7 +5,7 @@ above the key were renamed meanwhile, the change would land where no program loo
 it, and a rename that the next process finishes could not tell which objects are copies. So
 the rename of a directory *closes* its old and its new prefix. It begins when all earlier
 changes below the two prefixes have ended, and later changes wait until it is finished, if
-need be by a later process. Each waits only for earlier ones, so there is no deadlock.
+need be by a later process. All wait only for earlier changes, so there is no deadlock.
 
 If the bucket refuses to finish a rename, the changes that wait for it fail with that error;
 the next change starts another attempt.
@@ -21,7 +21,7 @@ import trio
 
 from fusefs.posix.nodes.inode_table import Inode
 
-# Returns the keys of some names; they become others when a directory above is renamed.
+# Returns the current keys of some names; the rename of a directory above changes them.
 Keys = Callable[[], tuple[str, ...]]
 Name = tuple[Inode, str]
 
@@ -41,7 +41,7 @@ class _Change:
 
 
 class Closure(_Change):
-    """The two closed prefixes of a rename; `error` is that of the last attempt to finish it."""
+    """The two closed prefixes of a rename; `error` is from the last attempt to finish it."""
 
     __slots__ = ("error", "is_kept")
 
@@ -73,8 +73,8 @@ class Closure(_Change):
 class PrefixLock:
     """The lock of one mount; `key` returns a directory's prefix. Belongs to the event loop.
 
-    `wanted` is set when a rename that has failed is to be tried again.
-    All that wait for a rename that can't be finished now get its StoreError or OSError.
+    `wanted` is set when a rename that has failed should be tried again. All changes
+    that wait for a rename that can't be finished now raise its StoreError or OSError.
     """
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
@@ -98,13 +98,13 @@ class PrefixLock:
         return self._changing(lambda: self._keys(names))
 
     async def until_open(self, *names: Name) -> None:
-        """Return once a change of these names need not wait. Raises as `change`."""
+        """Wait until a change of these names need not wait; raises a failed rename's error."""
         if not self.is_open(*names):
             async with self.change(*names):
                 pass
 
     async def until_open_at(self, key: Callable[[], str]) -> None:
-        """As `until_open`, for a key, which `key` returns: a rename may change it meanwhile."""
+        """Do what `until_open` does for the key that `key()` returns; a rename may change it."""
         if not self.is_open_at(key()):
             async with self._changing(lambda: (key(),)):
                 pass
@@ -149,7 +149,7 @@ class PrefixLock:
             self._notify()
 
     def fail(self, closure: Closure, error: Exception) -> None:
-        """Fail all that wait for a rename which can't be finished now, with its error."""
+        """Make all changes that wait for a rename fail with the error that prevents the rename."""
         closure.error = error
         self._notify()
 
@@ -159,14 +159,14 @@ class PrefixLock:
         self.wanted.set()
 
     def waiting(self, closure: Closure) -> list[str]:
-        """The keys of the changes that wait for a rename, without its own request, sent again."""
+        """The keys of the changes that wait for a rename, except repeated requests for it."""
         waiting = filter(closure.is_before, [*self._changes, *self._closures])
         targets = [change.targets() for change in sorted(waiting, key=lambda one: one.number)]
         own = closure.targets()
         return [keys[0] for keys in targets if tuple(map(_as_prefix, keys)) != own]
 
     async def wait_for_turn(self, change: _Change) -> None:
-        """Wait until no earlier change or rename is in the way of `change`. Raises as `change`."""
+        """Wait for the earlier changes and renames that block `change`; raises a rename's error."""
         for closure in self._closures:
             if closure.error is not None and closure.is_before(change):
                 self.retry(closure)

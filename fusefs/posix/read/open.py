@@ -53,7 +53,7 @@ class Opener(MountPart):
         self._next_files = NextFiles(state.downloader, state.cache, state.directories)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
-        """Open a file for reading, as explained above; EROFS for an open for writing."""
+        """Open a file for reading, by the module's rules; EROFS for an open for writing."""
         if flags & _WRITING or flags & os.O_TRUNC:
             raise OSError(errno.EROFS, "the mount is read-only")
         if inode.info is None:
@@ -149,7 +149,7 @@ class Opener(MountPart):
             self._cache.unpin(file)
 
     async def _ask_again(self, inode: Inode) -> None:
-        """Check an inode's version by a HEAD; if it was replaced, the inode loses its name."""
+        """Check an inode's version by a HEAD; separate an outdated inode from its name."""
         asked = inode.object.version
         info = await find(self._store, asked.key)
         if inode.object.version != asked:
@@ -158,7 +158,7 @@ class Opener(MountPart):
             self._state.mark_stale(inode, info)
 
     async def _look_again(self, inode: Inode) -> None:
-        """Check an inode's version by a LIST; if it was replaced, the inode loses its name.
+        """Check an inode's version by a LIST; separate an outdated inode from its name.
 
         The LIST page answers for the files beside it as well.
         """
@@ -175,7 +175,7 @@ class Opener(MountPart):
             self._inodes.mark_replaced(inode)
 
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Redirect the opener to the name's new node, or open the old node for it.
+        """Redirect the opener to the name's new node, or open the old node if that was done before.
 
         Raises:
             OSError: ESTALE, for the kernel to look the name up again.
@@ -384,7 +384,7 @@ class Redirects:
             log.stale(nodeid, program, is_pending=True)
 
     def looked_up(self, parent_id: int, name: str, program: int) -> bool:
-        """Note a lookup of a name; True if ESTALE has sent this process to it."""
+        """Note a lookup of a name; return True if the process got ESTALE, and so looks up."""
         nodeid = self._pending.pop((parent_id, name, program), None) if self._pending else None
         if nodeid is not None:
             self._log.stale(nodeid, program, is_pending=False)

@@ -69,7 +69,7 @@ class Reader(MountPart):
         return waiting(self._read_later(handle, offset, stop, in_file=in_file))
 
     async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
-        """As `Operations.read_again`."""
+        """Read the bytes of a READ answered with an `InFile`; see `Operations.read_again`."""
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is not None:
             answer = self.read(fh, offset, size)
@@ -221,7 +221,7 @@ class Reader(MountPart):
             self._counters.cache_bytes += size
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
-        """Read past the cache; more bytes than requested are kept for the next reads."""
+        """Read past the cache; download some more bytes, and keep them for the next reads."""
         self._counters.miss(stop - offset)
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)

@@ -1,9 +1,9 @@
 """Streams of directory entries: READDIR and READDIRPLUS, from listings.
 
 An offset tells the name behind which a stream continues (nodes/offsets.py), in the latest listing.
-Entries are shown with their attributes if these are known. On a writable mount each may need a
-HEAD: then only names are shown, if the session can do so, after HEADs of the first few have shown
-if the others need any (see posix/directory/head_policy.py). Only names are shown as well while the
+Entries are shown with their attributes if these are known. On a writable mount each entry may need
+a HEAD. HEADs of the first few show if the others need one (posix/directory/head_policy.py); then
+only the names are shown, if the session can do so. Only names are shown as well while the
 kernel knows the most nodes that it may: a directory of millions would need a node for each entry
 (nodes/name_pruner.py).
 """
@@ -198,7 +198,7 @@ class DirectoryStreams(MountPart):
         segment: Segment,
         buffer: DirectoryBuffer,
     ) -> bool:
-        """Add a segment's entries; True if the next segment's entries can be added as well."""
+        """Add a segment's entries; return True if more may be added, perhaps after HEADs."""
         if not handle.position:
             handle.generation = directory.generation
         parent, inodes, heads = handle.inode, self._inodes, self._head_cache
