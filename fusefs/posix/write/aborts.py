@@ -1,10 +1,10 @@
-"""Multipart uploads that are to be aborted, recorded until they are: S3 charges for their parts.
+"""Multipart uploads to be aborted, as S3 charges for their parts; recorded until they are aborted.
 
     STAGING/aborts       a line for each upload: its id, its key (posix/journal/line_log.py)
 
 The multipart upload of a staged file is recorded with the file, until the file is removed or
-sent in another way. If S3 does not abort the upload then, or the process dies before, the next
-process does, of this mount or of the next. The uploads that the store makes by
+sent in another way; then the upload is aborted. If that fails, or the process dies before, a later
+process of this mount or of the next mount aborts it. The uploads that the store makes by
 itself, for copies of large objects, are recorded here from their begin to their end.
 """
 
@@ -35,8 +35,8 @@ NAME = "aborts"
 AGAIN_S = 60.0
 # S3 tells the begin of an upload in whole seconds, and by its own clock.
 CLOCKS_NS = 5_000_000_000
-# An abort may succeed later, or with other credentials; other errors may mean that the store
-# does not list uploads and parts.
+# After these errors a later abort may succeed, or one with other credentials; other errors may
+# mean that the store does not list uploads and parts.
 MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
@@ -56,7 +56,7 @@ class PendingAborts(UploadLog):
         return list(self._on_record.values())
 
     def begun(self, key: str, upload_id: str) -> None:
-        """Record an upload that the store has begun, for the next process to abort."""
+        """Record an upload that the store has begun, so that the next process can abort it."""
         try:
             self._put(key, upload_id)
         except OSError as error:
@@ -89,7 +89,7 @@ class PendingAborts(UploadLog):
     def adopt_of_file(
         self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None
     ) -> None:
-        """Abort the uploads that an earlier process left of a file that is not to be sent."""
+        """Abort the uploads that an earlier process began for a file that is not sent any more."""
         if upload is not None:
             state = UploadState.from_plain(upload)
             self.add(state.key, state.upload_id, delay_s=0.0)
@@ -119,7 +119,7 @@ class PendingAborts(UploadLog):
         self.ended(upload_id)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        """Abort a file's upload, and one without a known id that was begun at `begun_ns`."""
+        """Abort `upload`, and an upload of `key` with no known id, of `begun_ns`; log errors."""
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)
@@ -131,7 +131,7 @@ class PendingAborts(UploadLog):
                 self.add(upload.key, upload.upload_id)
 
     async def try_abort_lost(self, key: str, begun_ns: int) -> None:
-        """Abort an upload whose id is unknown; only the errors MAY_PASS are raised."""
+        """Abort an upload of `key` whose id is unknown; raise only the errors in MAY_PASS."""
         try:
             await self._abort_lost(key, begun_ns)
         except MAY_PASS:

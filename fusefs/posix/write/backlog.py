@@ -48,7 +48,7 @@ class Backlog:
         return [file for file in self._staging.pending if is_at_or_below(file.key, key)]
 
     def unsent(self, key: str) -> list[StagedFile | DeferredChange | Removal]:
-        """As `files`, with the attribute changes and the removals that the bucket lacks."""
+        """All files, attribute changes and removals at or below a key that the bucket lacks."""
         return [*self.files(key), *self._deferred.pending(key), *self._removals.pending(key)]
 
     def state(self, staged: StagedFile | DeferredChange | Removal) -> str:
@@ -77,8 +77,8 @@ class Backlog:
     async def give_up(self, key: str) -> dict[str, Any]:
         """Give up the changes at or below a key that the bucket lacks; stop after GIVE_UP_S.
 
-        The contents stay on the local disk, but no mount uploads them. In the result `files`
-        counts the files given up, `in_use` has the keys of open ones, `remaining` counts the rest.
+        The contents stay on the local disk, but no mount uploads them. In the result `files` counts
+        the files given up, `in_use` has the keys of open files, `remaining` counts all other files.
         """
         files, in_use = await self._deferred.give_up(key), []
         waiting = self.files(key)
@@ -93,7 +93,7 @@ class Backlog:
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
-        """Send all pending changes once, but open files, within `limit_s`; the others are kept."""
+        """Try once to send all changes but open files, within `limit_s`; unsent ones are kept."""
         finished = [
             file for file in self._staging.pending if file.is_closed or not file.inode.is_open
         ]

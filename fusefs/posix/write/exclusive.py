@@ -7,10 +7,10 @@ and copy (tar, cp, rsync) create every file with O_EXCL as well, where a second 
 and other nodes would see an empty file first. There the PUT of the content has the condition and
 decides; if another object is there by then, `close` and `fsync` fail with EEXIST.
 
-A creation is not reserved if the name is no lock's and is not known to exist, and either this mount
-made the directory not long ago, or the process has just written other files that are larger than a
-lock file. A file that stays open and small for a second is reserved then, so that other nodes see
-it. A name with a random part (mkstemp(3)) is never reserved: no other node creates the same.
+A creation is not reserved if the name is not that of a lock and is known not to exist, and either
+this mount made the directory not long ago, or the process has just written other files with some
+content. If such a file stays open and small for a second, it is reserved then, so that other nodes
+see it. A name with a random part (mkstemp(3)) is never reserved: no other node creates the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
 
 # For how long a directory counts as just made by this mount.
 MADE_S = 600.0
-# Directories that are remembered, at about 200 bytes for each.
+# The most new directories that are remembered, at about 200 bytes each.
 MOST_MADE = 10_000
 # The largest size of a lock file (a host, a process id, a time).
 LOCK_SIZE = 4096
@@ -47,15 +47,15 @@ COPYING_S = 10.0
 MOST_PROCESSES = 256
 # A small file is reserved after it has been open for this long.
 OPEN_S = 1.0
-# Names of files for locks, claims and leadership; the endings `.pid` and `.swp` (vim), and those
-# of object_store (Lance, delta-rs), which writes a file of a shared number and then links it.
+# Names of files for locks, claims and leadership; `.pid`; `.swp` (vim); and the ending `#1` of
+# object_store (Lance, delta-rs), by which nodes create one file before they link it to its name.
 _LOCK_NAME = re.compile(
     r"lock|lck|mutex|lease|leader|claim|semaphore|owner|token|\.pid$|\.sw.$|#\d+$", re.IGNORECASE
 )
 
 
 class EmptyObjects:
-    """Puts empty objects: reservations of new files, and markers of directories.
+    """The PUTs of empty objects: reservations of new files, and markers of directories.
 
     `mount` is a name that distinguishes this mount's reservations from those of others.
     """
@@ -81,16 +81,16 @@ class EmptyObjects:
             return found
 
     async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
-        """Put a directory's marker, over one of this ETag (None: none), and return its ETag.
+        """Put a directory's marker in place of one with `etag` (None: no marker); return its ETag.
 
-        Raises ConflictError if another object is there.
+        Raises ConflictError if an object with content is there.
         """
         write = Write(meta.as_metadata(), "application/x-directory", Expect(etag))
         return (await self._store.put_file(prefix, self.fd, 0, write)).etag
 
 
 class ExclusiveCreates:
-    """Decides which O_EXCL creations of one mount are reserved. Belongs to the event loop.
+    """The O_EXCL creations of one mount, and which of them to reserve. For the event loop.
 
     `reserve` sends the reservation of an open file, and raises nothing.
     """
@@ -100,7 +100,7 @@ class ExclusiveCreates:
     ) -> None:
         self._nursery = nursery
         self._reserve = reserve
-        # When this mount made a directory, by prefix; the oldest first.
+        # By directory prefix: when this mount made the directory; the oldest first.
         self._made: OrderedDict[str, float] = OrderedDict()
         # By process: the number of files written in a row, and the time of the last one.
         self._copiers: OrderedDict[int, tuple[int, float]] = OrderedDict()
@@ -145,7 +145,7 @@ class ExclusiveCreates:
         self._copiers.pop(pid, None)
 
     def watch(self, staged: StagedFile) -> None:
-        """Plan a reservation for a file that stays open and no larger than a lock file."""
+        """Plan to reserve a file in OPEN_S, if it is not larger than a lock file then."""
         if has_random_part(staged.key):
             return
         self._watched.append((trio.current_time() + OPEN_S, staged))
@@ -157,7 +157,7 @@ class ExclusiveCreates:
         try:
             while self._watched:
                 at, staged = self._watched[0]
-                if is_undecided(staged):  # most are uploaded by then
+                if is_undecided(staged):  # most files are uploaded by then
                     await trio.sleep_until(at)
                 self._watched.popleft()
                 if is_undecided(staged) and staged.size() <= LOCK_SIZE:

@@ -2,13 +2,13 @@
 
 FLUSH (close) and FSYNC of a changed file return when the bucket has the file. If its path has local
 durability, they return when content and record are safe on the local disk; so does the close of a
-temporary file, which its rename sends under its last name (temporary_names.py). Only closes by a
-process that has written to the file wait; closes by others, which have merely inherited a
-descriptor, do not. A shell that redirects (`cmd > file`) opens, duplicates and closes before any
-program writes: if no process has written to the file, a close waits, as that of `touch` must,
-unless the process or its child has another descriptor of the file, whose close will follow.
-uploader.py sends the file. If the upload fails, the close fails with its error, and the staged file
-is sent again until that succeeds. Once no program has the file open, its content becomes the cached
+temporary file, which is sent after its rename, under the last name (temporary_names.py). A close
+by a process that has merely inherited a descriptor, and has not written to the file, does not wait.
+If no process has written to the file, a close waits, as that of `touch` must, unless the process or
+its child has another descriptor of the file, whose close will follow: a shell that redirects
+(`cmd > file`) opens, duplicates and closes the file before any program writes.
+uploader.py sends the file. If the upload fails, the close fails with its error, and the upload is
+tried again until it succeeds. Once no program has the file open, its content becomes the cached
 copy of the uploaded version.
 """
 
@@ -58,11 +58,11 @@ TEMPORARY_S = 5.0
 MAPPED_S = 2.0
 # The pause between attempts to undo a rewrite while a directory's rename is in the way.
 UNDO_S = 2.0
-# Together with RETRY_S of backlog.py this is a minute.
+# A changing file is uploaded about once a minute: after EVERY_S and RETRY_S of backlog.py.
 EVERY_S = 55.0
 # A large file that changes all the time is sent at this rate, in bytes a second.
 RATE = 1 << 20
-# This many closes of a run wait for the bucket.
+# The number of first closes of a run (`AppendRuns`) that wait for the bucket.
 WAITING = 4
 # An upload of a run is delayed by GROWTH times the run's age, but by SHORTEST_S at least.
 GROWTH = 3
@@ -78,9 +78,9 @@ def pause_s(size: int) -> float:
 class AppendRuns:
     """The files that programs open, append to and close again and again. For the event loop.
 
-    The first closes of such a run wait for the bucket, and later ones wait for the local disk
-    alone. An upload sends the whole file; as the pauses grow with the run, all uploads of a run
-    send about twice the bytes of the last one.
+    Such closes of one file are a run. The first ones wait for the bucket, later ones for the local
+    disk alone. An upload sends the whole file; as the pauses between uploads grow with the run's
+    age, all uploads of a run send about twice the bytes of the last upload.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class AppendRuns:
         self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
 
     def closed(self, staged: StagedFile) -> float | None:
-        """Note a close; return the seconds until the upload, or None if the close waits for it."""
+        """Note a close; return the seconds until the upload, None if the close waits for that."""
         nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
         count, begun, last = self._runs.pop(nodeid, (0, now, now))
         start = staged.appended_from if staged.etag is not None else None
@@ -104,12 +104,12 @@ class AppendRuns:
         return min(max(GROWTH * (now - begun), SHORTEST_S), pause_s(size))
 
     def forget(self, staged: StagedFile) -> None:
-        """End a file's run, as another node appends, too: its next closes wait for the bucket."""
+        """End a file's run, as another node appends to it: the next closes wait for the bucket."""
         self._runs.pop(staged.inode.nodeid, None)
 
 
 class Flusher(MountPart):
-    """The flushes of one mount's staged files. Belongs to the event loop."""
+    """The closes and fsyncs of one mount's staged files. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Flusher(MountPart):
     def flush(self, fh: int, pid: int = 0, owner: int = UNKNOWN_OWNER) -> Answer[None]:
         """Answer a descriptor's close by the thread `pid` (0: unknown), once the file is safe.
 
-        The lock `owner` tells processes apart: a forked child closes its parent's files as well.
+        `owner`, FUSE's lock owner, tells processes apart: a forked child closes its parent's files.
         """
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is None or not handle.flags & WRITING:
@@ -159,7 +159,7 @@ class Flusher(MountPart):
         return waiting(self._flush(staged, pid))
 
     async def _flush(self, staged: StagedFile, pid: int) -> None:
-        # No other close examines the process. A file that has only grown replaces nothing.
+        # Only after a rewrite is the process examined: a file that has only grown replaces nothing.
         if staged.is_rewrite and staged.kept_size is None and pid and self._can_be_undone(staged):
             # A killed program's request is soon cancelled, but the answer is needed all the same.
             with trio.CancelScope(shield=True):
@@ -168,7 +168,7 @@ class Flusher(MountPart):
             if staged.state in (FileState.OPEN, FileState.ABANDONED) and staged.state is not state:
                 staged.state = state
                 if staged.inode.staged is staged:
-                    # Recorded for the next process as well, which gets only the RELEASE.
+                    # The next process gets only the RELEASE, so it needs this on record.
                     self._staging.try_record(staged)
             if was_killed:
                 logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
@@ -211,12 +211,12 @@ class Flusher(MountPart):
         return None
 
     def _can_be_undone(self, staged: StagedFile) -> bool:
-        """True if no close or fsync of a program has covered any of a file's changes yet."""
+        """True if a file's content has changed, and no close, fsync or upload followed so far."""
         is_known = staged.is_closed or self.uploads.is_under_way(staged)
         return staged.is_content_dirty and not is_known
 
     def is_given_up(self, staged: StagedFile) -> bool:
-        """True if a file's changes, by a killed program alone, are about to be undone."""
+        """True if a file's changes are to be undone, as only a killed program has made them."""
         return staged.state is FileState.ABANDONED and not self.may_be_written(staged.inode)
 
     async def _undo(self, staged: StagedFile) -> None:
@@ -253,7 +253,7 @@ class Flusher(MountPart):
             self._release(staged)
 
     def delay_s(self, staged: StagedFile, key: str) -> float | None:
-        """Seconds from a file's close to its upload, if `key` is its key; None: the close waits."""
+        """Seconds from a file's close to its upload under `key`; None: the close waits for it."""
         durability = self._rules.durability_of(key)
         if durability is Durability.LOCAL:
             return LATER_S
@@ -264,11 +264,11 @@ class Flusher(MountPart):
         return TEMPORARY_S if is_temporary(path, is_exclusive=is_exclusive) else None
 
     async def _keep(self, staged: StagedFile, delay_s: float | None) -> None:
-        """Make a file's content safe while a program waits; raises the error of the upload.
+        """Make a file's content safe while a program waits; raise the error of the upload.
 
-        With `delay_s` the local disk is enough, and the upload starts after so many seconds. If
-        the wait is cancelled or the upload fails, the file is recorded as closed: it is uploaded
-        later in any case.
+        With `delay_s` only the local disk is waited for, and the upload starts after so many
+        seconds. With None the upload is waited for; if the wait is cancelled or the upload fails,
+        the file is recorded as closed, and uploaded later in any case.
         """
         if delay_s is not None:
             await staged_sums.note(staged)
@@ -285,7 +285,7 @@ class Flusher(MountPart):
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Keep a file that no program has open for writing, and make it the cached copy."""
+        """Make a file safe that no program has open for writing; an uploaded one becomes cached."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -319,7 +319,7 @@ class Flusher(MountPart):
             self.change_meta(now, meta)
             return
         if meta.mtime_ns is None:
-            # The copy has a Last-Modified of its own.
+            # The copy in the bucket gets a new Last-Modified, so the old time is sent as well.
             meta = meta.changed(mtime_ns=inode.object.mtime_ns)
         self.deferred.put(inode.object, meta)
         inode.meta = meta
@@ -336,7 +336,7 @@ class Flusher(MountPart):
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Hand attributes alone to `deferred` and unstage the file; False if that can't be."""
+        """Leave the attributes to `deferred` and unstage the file; False if it must stay staged."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty
@@ -356,7 +356,7 @@ class Flusher(MountPart):
         return True
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
-        """Show that the object with changed attributes is a new version with the same bytes."""
+        """Replace a version by one with the same bytes and new attributes: cache, node, listing."""
         await self._cache.move(old.version, new.version)
         inode = self._node_of(old)
         if inode is not None:
@@ -375,7 +375,7 @@ class Flusher(MountPart):
             self._state.mark_stale(inode)
 
     def _node_of(self, info: ObjectInfo) -> Inode | None:
-        """The current node of this version; None if the kernel does not know it."""
+        """The node at a version's key; None if there is none, or if it has another version."""
         inode = self._inodes.at(info.key)
         known = inode.info if inode is not None else None
         return inode if known is not None and known.version == info.version else None
@@ -396,12 +396,12 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Show that a content was uploaded under another name; its own name is that of `theirs`."""
+        """Give a node the name of its uploaded object `info`, and its old name to `theirs`."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
         prefix, name = self._inodes.key(inode.parent), inode.name
-        # The kernel still takes the node for the name, until it opens the node.
+        # Until the kernel opens the node, it still takes the old name for this node.
         self._inodes.mark_replaced(inode)
         inode.name = info.key[len(prefix) :]
         parent, number = inode.parent, inode.ino
@@ -410,7 +410,7 @@ class Flusher(MountPart):
         self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
-        """Give a file's name to `theirs` (None: no object); the content stays on disk only."""
+        """Give a file's name to `theirs` (None: no object); new content stays on the local disk."""
         inode = staged.inode
         assert inode.parent is not None
         prefix, name = self._inodes.key(inode.parent), inode.name
@@ -431,7 +431,7 @@ class Flusher(MountPart):
         self._directories.changed(*split_key(info.key), info, lasting=inode.staged is not None)
 
     def _return_to_cache(self, staged: StagedFile) -> None:
-        """Turn an uploaded content into the cached copy, if no open handle needs it as it is."""
+        """Unstage an uploaded file, whose content gets cached, unless an open handle needs it."""
         inode = staged.inode
         if staged.is_dirty or inode.staged is not staged:
             return
@@ -456,7 +456,7 @@ class Flusher(MountPart):
             self._directories.pending_changes.landed(*split_key(inode.info.key))
 
     async def _until_let_go(self, staged: StagedFile) -> None:
-        """Upload stores through a mapping that outlives its descriptor, until it is unmapped."""
+        """Upload what programs write through a mapping after closing the file, until munmap."""
         inode = staged.inode
         with unattended():
             while inode.staged is staged and not self.may_be_written(inode):
@@ -475,7 +475,7 @@ class Flusher(MountPart):
 
     def _release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
         self._staging.release(staged, is_taken=is_taken)
-        # If the kernel has forgotten the node, only the staged file kept it.
+        # A node that the kernel has forgotten was needed for the staged file only.
         self._inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:

@@ -1,12 +1,12 @@
-"""Removals that the bucket does not have yet: recorded, and sent many in one request.
+"""Removals that are not sent to the bucket at once: they are recorded, and sent many in a request.
 
     STAGING/removals         a line for each removal: key, ETag, time (posix/journal/line_log.py)
 
 A program that removes many files (rm -rf) waits for each call, and a DELETE for
 each would take a round trip. So only the first files of a directory are deleted
 while the program waits. The other removals are recorded, and
-a task sends those that have come meanwhile as one DeleteObjects request. If S3 refuses
-deletes in a directory, it refuses that of the first file, and the program's call fails.
+a task sends all removals that were recorded meanwhile in one DeleteObjects request. If S3
+refuses deletes in a directory, it refuses to delete the first file, and the program's call fails.
 
 An object is deleted only if it has the recorded ETag. A HEAD comes before each retry, and
 before removals that an earlier process has left: an object that another client has put
@@ -50,10 +50,10 @@ logger = logging.getLogger("fusefs.removals")
 
 NAME = "removals"
 
-# Removals are deferred after this many files in a row, with no longer pauses between them.
+# Removals are deferred after MANY files in a row, with pauses of at most PAUSE_S between them.
 MANY = 8
 PAUSE_S = 1.0
-# For how long after a delete S3 is known to allow deletes in a directory, and for how many.
+# After a delete S3 counts as allowing deletes in the directory for so long; the most directories.
 ALLOWED_S = 10.0
 MOST_ALLOWED = 1000
 # With more removals waiting, programs wait for each DELETE again.
@@ -100,7 +100,7 @@ class Removal:
 class Removals:
     """The removals of one mount. Belongs to the event loop; its tasks live in `nursery`.
 
-    A caller that waits for a removal gets its StoreError or OSError; a failed one stays recorded.
+    A caller that waits for a removal gets its StoreError or OSError; a failed removal is retried.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Removals:
         # False once S3 has turned out not to support DeleteObjects.
         self._has_batches = True
         self._retrying = trio.CapacityLimiter(RETRIES_AT_ONCE)
-        # Until when S3 is taken to allow deletes in each directory, and the latest row of removals.
+        # Until when S3 counts as allowing deletes, by directory; the latest row's length and end.
         self._allowed: OrderedDict[str, float] = OrderedDict()
         self._row = 0
         self._last = -math.inf
@@ -206,7 +206,7 @@ class Removals:
                 raise removal.error
 
     async def flush_at(self, key: str) -> None:
-        """As `flush`, for a key and, as some servers need that, for files at the keys above it."""
+        """Call `flush` for a key and, as some servers need that, for the keys of files above it."""
         if not self._by_key:
             return
         at = key.find("/")
@@ -216,7 +216,7 @@ class Removals:
         await self.flush(key)
 
     async def flush_below(self, prefix: str) -> None:
-        """As `flush`, for all removals at or below a prefix."""
+        """Call `flush` for the removals at or below a prefix until none waits."""
         while waiting := self.pending(prefix):
             self.hurry(prefix)
             for removal in waiting:
@@ -238,7 +238,7 @@ class Removals:
     # Sending
 
     async def _run(self) -> None:
-        """Send new removals in batches until there are none."""
+        """Send new removals in batches until none is left."""
         try:
             while self._new:
                 if len(self._new) < AT_ONCE:
@@ -276,7 +276,7 @@ class Removals:
                 self._nursery.start_soon(self._retry, removal, RETRY_S)
 
     async def _retry(self, removal: Removal, delay_s: float) -> None:
-        """Delete one object, with further attempts until one succeeds."""
+        """Delete one object after `delay_s`, and try again until an attempt succeeds."""
         while self._by_key.get(removal.key) is removal:
             with trio.move_on_after(delay_s):
                 await removal.hurry.wait()
@@ -317,7 +317,7 @@ class Removals:
         attempted.set()
 
     def _done(self, gone: list[Removal]) -> None:
-        """Note that some objects are deleted, on record before other objects are put there.
+        """Record that some objects are deleted, before other objects can be put under their keys.
 
         Otherwise the next process would delete a new object with the same ETag, such as that
         of all empty objects.
@@ -375,7 +375,7 @@ class StoreAfterRemovals:
         self.counters = store.counters
 
     async def list_page(self, prefix: str, **options: Any) -> ListPage:
-        """As `Store.list_page`; a page before the last may have fewer keys, or none."""
+        """Call `Store.list_page` and leave out objects to be deleted: a page may even be empty."""
         leaving = self._removals.keys(prefix)
         page = await self._store.list_page(prefix, **options)
         leaving |= self._removals.keys(prefix)

@@ -51,23 +51,23 @@ class Sharing(MountPart):
         return any(not handle.backing_id for handle in self._handles.of_file(file))
 
     def backing_id(self, staged: StagedFile) -> int:
-        """The backing id for opens of a staged file, 0 if its handles are served."""
+        """The backing id for opens of a staged file, 0 if the daemon answers their reads."""
         if staged.backing is None or staged.inode.served:
             return 0
         return self._backing.find(staged.backing)
 
     def is_ready(self, inode: Inode) -> bool:
-        """True if the node can be opened now; else call `register` first, for passthrough."""
+        """True if a node can be opened now; False if `register` has to be called before."""
         backing = inode.staged.backing if inode.staged is not None else None
         return backing is None or bool(inode.served or self._backing.find(backing))
 
     async def register(self, inode: Inode) -> bool:
-        """Register a node's staged file with the kernel for passthrough; False if it refuses."""
+        """Register a node's staged file for passthrough; False if the kernel refuses."""
         backing = inode.staged.backing if inode.staged is not None else None
         return backing is None or bool(await self._backing.register(backing))
 
     def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
-        """The cache file that a staged file was; None if its inode number is not `st_ino`."""
+        """A staged file as the `CacheFile` that it was; None if its st_ino is not `st_ino`."""
         if os.fstat(staged.fd).st_ino != st_ino:
             return None
         if staged.backing is None:
@@ -79,7 +79,7 @@ class Sharing(MountPart):
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
-        """True if a program maps a cache file without a handle; unregisters the file to see it."""
+        """True if a program maps a cache file without a handle. Unregisters it to find out."""
         if not self._backing.find(file) or self._is_open(file):
             return False
         if not await self._cache.ensure_open(file):
@@ -87,7 +87,7 @@ class Sharing(MountPart):
         return await self._is_used(file)
 
     async def is_let_go(self, staged: StagedFile) -> bool:
-        """True if no program has a staged file open or mapped; else it stays registered."""
+        """True if no program has a staged file open or mapped; else the file stays registered."""
         file = staged.backing
         if file is None:
             return True

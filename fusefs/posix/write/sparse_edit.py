@@ -4,7 +4,7 @@ The staging file is as long as the object and empty (sparse); it holds the bytes
 write, and the object provides the others. A page that is written in part, or read, is downloaded
 from the object first, through the cache. At the upload, the parts that no program wrote to are
 copied on the server. An upload whose answer was lost may have replaced the object; the new object
-has the same bytes where the file has none, so it becomes the base instead.
+has the same bytes where the file has none, so it becomes the new base of the edit.
 
 posix/nodes/edit_base.py records which bytes the file has. Callers hold the file's lock.
 """
@@ -33,7 +33,7 @@ class BaseLostError(StaleVersionError):
 
 
 class SparseEditor:
-    """Downloads the bytes that an edited file lacks. Belongs to the event loop."""
+    """The downloads of bytes that edited files lack. Belongs to the event loop."""
 
     def __init__(self, store: Store, cache: FileCache, downloader: Downloader) -> None:
         self._store = store
@@ -45,8 +45,8 @@ class SparseEditor:
         """Make the first `size` bytes of an object the content of an empty file.
 
         Of a large object only the first page is downloaded, which shows that it still exists.
-        Returns the base for the other bytes, which the caller gives to `drop` at the end, or None
-        if the file has all bytes. BaseLostError if the bucket no longer has the object.
+        Returns the base for the other bytes, which the caller passes to `drop` at the end, or None
+        if the file has all bytes. Raises BaseLostError if the bucket no longer has the version.
         """
         os.ftruncate(fd, size)
         base = EditBase(self._cache.pin(version), size)
@@ -65,12 +65,12 @@ class SparseEditor:
         self._cache.unpin(base.file)
 
     async def fill_edges(self, base: EditBase, fd: int, start: int, stop: int) -> None:
-        """Download the pages that a write to [start, stop) covers only in part. As `fill`."""
+        """Download the pages that a write to [start, stop) covers in part. Raises as `fill`."""
         for first, last in page_edges(start, stop):
             await self.fill(base, fd, first, last)
 
     async def fill(self, base: EditBase, fd: int, start: int, stop: int) -> None:
-        """Download the pages of [start, stop) that the file lacks; BaseLostError if that fails."""
+        """Download the pages of [start, stop) that a file lacks; BaseLostError if they are gone."""
         stop = min(-(-stop // PAGE) * PAGE, base.size)
         while missing := base.filled.first_missing(start // PAGE * PAGE, stop):
             first, last = missing
@@ -85,7 +85,7 @@ class SparseEditor:
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
-        """Make the file's own upload the base if it has replaced `lost`; True if `base` changed."""
+        """Make the file's own upload the base if it has replaced `lost`; True for a new base."""
         found = await find(self._store, lost.key)
         if found is None:
             return False

@@ -41,7 +41,7 @@ async def note(staged: StagedFile) -> None:
 
 
 def recall(fd: int) -> int | None:
-    """Read the checksum that an earlier process stored for a content; None if none."""
+    """Read the checksum that an earlier process stored for a content; None if there is none."""
     try:
         return int.from_bytes(os.getxattr(fd, ATTRIBUTE), "big")
     except OSError:

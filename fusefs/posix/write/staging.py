@@ -7,7 +7,7 @@
 
 A record is written before anything relies on it, and whole or not at all, so
 that the next process, also after a crash, finds which files have to be uploaded, and
-under which keys. A record has no times: those of the local file are the content's.
+under which keys. A record has no times: the content has those of the local file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Staging:
         self.charged = 0
         source_file = directory / SOURCE
         if not source_file.exists() or source_file.read_bytes() != source.encode():
-            source_file.write_text(source)  # not written again, as the disk may be full by now
+            source_file.write_text(source)  # only if new: the disk may be full by now
         # Locked as long as a process uses the directory.
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         files.try_lock(self._lock)
@@ -98,7 +98,7 @@ class Staging:
         return self._limit is not None and 2 * self.charged > self._limit
 
     def prepare(self, inode: Inode) -> int:
-        """Create an empty file for a node's content and `begin`; return its descriptor."""
+        """Create an empty file, for `begin` to make it a node's content; return its descriptor."""
         check_unreserved()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(inode), flags, 0o600)
@@ -134,9 +134,9 @@ class Staging:
         is_unlinked: bool = False,
         is_anew: bool = False,
     ) -> StagedFile:
-        """Make the prepared file a node's content; takes over the descriptor and the base's pin.
+        """Stage a node, with its prepared file `fd` as content; takes over `fd` and the base's pin.
 
-        With `taken`, the content is a cache file instead, taken out of the cache after its record
+        With `taken`, the content is this cache file instead, which leaves the cache once a record
         is written. `is_exclusive`: the bucket is still to decide that the file is new;
         `is_unlinked`: its name is removed already; `is_anew`: it has no bytes of an object.
         """
@@ -173,7 +173,7 @@ class Staging:
 
     @contextlib.contextmanager
     def another_content(self, staged: StagedFile) -> Iterator[int]:
-        """Create an empty file for `replace_content`; it is removed at the end if not used."""
+        """Provide an empty file for `replace_content`; the context's end removes it if unused."""
         check_unreserved()
         path = f"{staged.path}.next"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -237,7 +237,7 @@ class Staging:
         staged.base = None
 
     def charge(self, staged: StagedFile, size: int) -> None:
-        """Count a file as `size` bytes before it grows; ENOSPC over the limit, EFBIG over S3's."""
+        """Count a file as `size` bytes before it grows; ENOSPC over `limit`, EFBIG over LARGEST."""
         if size > LARGEST:
             raise OSError(errno.EFBIG, "no object is larger than 5 TiB")
         more = size - staged.charged
@@ -258,7 +258,7 @@ class Staging:
             staged.recorded = record
 
     def try_record(self, staged: StagedFile) -> None:
-        """As `record`, but an OSError is only logged: the old record stays."""
+        """Call `record`, but only log an OSError: the old record stays then."""
         try:
             self.record(staged)
         except OSError as error:
@@ -338,14 +338,14 @@ class Staging:
             self.record(now)
 
     def mark(self, inode: Inode) -> str:
-        """The mark of a file's reservation, different from those of all other nodes."""
+        """The text that marks a file's reservation; no other file of any mount has the same."""
         return f"{self.directory.name}-{inode.nodeid}"
 
     def _path(self, inode: Inode) -> str:
         return f"{self.directory}/{inode.nodeid}"
 
     def _sync(self, staged: StagedFile, fd: int, record: bytes | None) -> None:
-        """Sync a content and its name; `record` is one to be written to a file, or None. Blocks."""
+        """Sync a content and its name; write `record` to a file, unless it is None. Blocks."""
         os.fsync(fd)
         if record is not None:
             staging_record.write(staged.path, record, is_safe=True)
@@ -378,7 +378,7 @@ class Staging:
         return self.take_up(inode, *loaded)
 
     def take_up(self, inode: Inode, fd: int, record: Mapping[str, Any]) -> StagedFile:
-        """Make an open file with a record the staged file of a node."""
+        """Stage a node with an earlier process's content, open as `fd`, and its record."""
         known = meta.read(record["metadata"], meta.process_default()).changed(mtime_ns=None)
         staged = StagedFile(inode, self._path(inode), fd, known, record["etag"])
         if record["is_unlinked"]:
@@ -430,14 +430,14 @@ class Staging:
         return [path for path in others if not staging_record.is_recorded(path)]
 
     def set_aside(self, staged: StagedFile) -> Path:
-        """Release a file but keep its content; return its new path, where no mount uploads it."""
+        """Release a file; return the new path of its content, from which no mount uploads it."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
         os.rename(staged.path, kept)
         self.release(staged)
         return kept
 
     def release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
-        """Release a file and its record, and its content unless the cache has it (`is_taken`)."""
+        """Unstage a file; remove its record and, unless the cache has it (`is_taken`), content."""
         del self._files[staged.inode.nodeid]
         self.charged -= staged.charged - staged.free
         self.drop_base(staged)

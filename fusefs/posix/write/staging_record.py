@@ -6,7 +6,7 @@ than all other work for them. The journal has what a brief record lacks, above a
 
 For other files, also closed ones, the attribute holds the full record, so that with
 local durability one fsync of the content writes both. A record that is too long for an
-attribute, or that has a multipart upload, is a file. If there is such a file, it counts.
+attribute, or that has a multipart upload, is a file, which counts in place of the attribute.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LONGEST = 2048
 _LONGEST_FILE = 4 << 20
 # Stands for an ETag: the bucket is still to decide that the file is new (`If-None-Match: *`).
 UNDECIDED = "*"
-# Mode, owner, group; size and time of the content that the bucket has (time 0: the bucket has
-# none); its ETag follows.
+# A brief record: mode, owner, group; size and time of the content that the bucket has (time 0:
+# the bucket has none); the ETag follows.
 _BRIEF = struct.Struct("<HIIQQ")
 # Flags in the place of the mode's set-id bits: the bucket lacks mode, owner or times; the
 # content is built on an object.
@@ -87,7 +87,7 @@ def _brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """Read the record in a file's attribute (a brief one has the key None); None if none."""
+    """Read the record in a file's attribute; None if none. The key in a brief record is None."""
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:
@@ -123,9 +123,9 @@ def may_tell_appended(record: bytes) -> bool:
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
-    """The content's stamp, if the bucket has the content and any later one will differ; or None."""
+    """A content's size and time if the bucket has it and each later change will differ; or None."""
     stamp = staged.stamp()
-    # From now on a change will show in the file's time.
+    # If true, a change from now on will show in the file's time.
     is_past = time.time_ns() - stamp[1] > TICK_NS
     return stamp if is_past and not staged.is_content_dirty else None
 
@@ -168,7 +168,7 @@ def write_attribute(fd: int, record: bytes) -> bool:
 
 def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
     """Write a record file, whole or not at all; after an OSError the old record stays. Blocks."""
-    # Several programs may sync one file at once, each in a thread.
+    # Several programs may sync one file at once, in a thread each.
     unfinished = path + (f".{threading.get_ident()}.safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -177,7 +177,7 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
         if is_safe:
             os.fsync(fd)
     except OSError:
-        # A later mount would take it for a file that has to be kept.
+        # A later mount would take the unfinished file for one that has to be kept.
         with contextlib.suppress(OSError):
             os.unlink(unfinished)
         raise
@@ -187,7 +187,7 @@ def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
 
 
 def remove(fd: int, path: str) -> None:
-    """Remove the record of a content, which then is ignored. Needs no disk space."""
+    """Remove a content's record, so that mounts ignore the content. Needs no disk space."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{path}.json")
     try:
@@ -198,13 +198,13 @@ def remove(fd: int, path: str) -> None:
 
 
 def is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
-    """True if, by its record, the bucket had the content that the local file has now."""
+    """True if a record says that the bucket has the content that the local file has now."""
     stamp = status.st_size, status.st_mtime_ns
     return record["uploaded"] is not None and tuple(record["uploaded"]) == stamp
 
 
 def read(fd: int, path: str) -> dict[str, Any] | None:
-    """Read the record of another process's open content; None if none, ValueError if damaged."""
+    """Read the record of another process's content; None if it has none, ValueError if damaged."""
     try:
         beside = os.open(f"{path}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -233,7 +233,7 @@ def remove_unrecorded(path: Path) -> None:
 
 
 def on_record(directory: Path) -> list[Path]:
-    """The paths of all contents in a directory, the latest recorded one first."""
+    """The paths of all contents in a directory; the one recorded last comes first."""
     changed_ns: dict[Path, int] = {}
     for entry in os.scandir(directory):
         content = Path(entry.path).with_suffix("")
@@ -254,10 +254,10 @@ async def until_later(staged: StagedFile) -> None:
 
 
 def load(path: Path) -> tuple[int, dict[str, Any]] | None:
-    """Open a content and read its record; None if either does not exist.
+    """Open a content and read its record; return both, or None if one of them does not exist.
 
-    The key is None if the record is a brief one. If a record file is damaged, an earlier record
-    may be in the attribute; else the content is renamed and kept, and the log says so.
+    The key in a brief record is None. In place of a damaged record file the full record in the
+    attribute is read; without one, the content is renamed and kept, and the log says so.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

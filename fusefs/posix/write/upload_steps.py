@@ -13,7 +13,7 @@ on the condition that this object is still there. If the bucket refuses the requ
 2. If the object was removed, the content is put as a new object.
 3. If the file was only appended to, the appended bytes are put behind the new object.
 4. If only attributes were changed, they are given up.
-5. Else both are kept, the content under a name of its own, and the program gets ESTALE.
+5. Else the object is kept, and the content under a name of its own; the program gets ESTALE.
 
 With `--conflict fail`, and for a file that is to be new (O_EXCL), only 1, 4 and 5 apply.
 """
@@ -65,7 +65,7 @@ logger = logging.getLogger("fusefs.uploads")
 COPIES_AT_ONCE = 8
 # The metadata key in the empty object that reserves a name (exclusive.py).
 CREATED_BY = "created-by"
-# The most contents that are kept apart from one key within a second.
+# The most contents that conflicts keep beside one key within a second.
 MOST_APART = 100
 
 
@@ -112,7 +112,7 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """True if a store that refused a file knows no conditions: send it again without one."""
+        """Note after a refusal that the store knows no conditions; False if none was used."""
         if not staged.is_content_dirty or not self._is_built(staged):
             return False
         logger.warning("this store knows no conditions: the last node to close a file wins")
@@ -122,7 +122,7 @@ class UploadSteps:
     async def put_new(
         self, staged: StagedFile, key: str, condition: Condition = IF_ABSENT
     ) -> ObjectInfo:
-        """Put a locked file under another key than its own; ExistsError as `condition` says."""
+        """Put a locked file under another key than its own; ConflictError by `condition`."""
         size = staged.begin_sending()
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, size)
@@ -190,7 +190,7 @@ class UploadSteps:
     async def _copy_parts(
         self, staged: StagedFile, base: EditBase, upload: Upload, size: int
     ) -> None:
-        """Copy unchanged parts on the server, and download what the file lacks of the others."""
+        """Copy unchanged parts on the server; download the bytes that the other parts lack."""
         modified_ns, described = os.fstat(staged.fd).st_mtime_ns, staged.meta_changes
 
         async def have_part(number: int) -> None:
@@ -219,7 +219,7 @@ class UploadSteps:
             raise failure
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
-        """Correct the metadata of a new object that were not known when its upload was begun."""
+        """Correct a new object's metadata if they have changed since its upload was begun."""
         sent, described = without_token(upload.state.metadata), staged.described()
         is_dated = object_metadata.read_time(sent) is not None
         wanted = described if is_dated else described.changed(mtime_ns=None)
@@ -228,7 +228,7 @@ class UploadSteps:
                 info.version, staged.key, Write(staged.described().as_metadata())
             )
         elif not is_dated:
-            # Other clients see the object's Last-Modified.
+            # The object has no time of its own: other clients see its Last-Modified.
             os.utime(staged.fd, ns=(info.mtime_ns, info.mtime_ns))
         return info
 
@@ -373,7 +373,7 @@ class UploadSteps:
 
 
 def _keys_apart(key: str) -> Iterator[str]:
-    """Generate keys beside a key for contents kept apart; long names are cut."""
+    """Generate keys beside a key, for a content in conflict with its object; long names are cut."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     prefix, name = names.split_key(key)
     longest = min(names.NAME_MAX, names.LONGEST_KEY - len(prefix.encode()))
@@ -384,7 +384,7 @@ def _keys_apart(key: str) -> Iterator[str]:
 
 
 def _database_of(fd: int) -> str:
-    """The part of a message that warns of a database file, as locks do not hold between nodes."""
+    """A warning for a message if a file is a database (locks hold on one node only), else ""."""
     head = os.pread(fd, 20, 0)
     for magic, name in ((b"SQLite format 3\0", "SQLite"), (b"\xde\xc0\xef\xbe", "LMDB")):
         if magic in head:
@@ -413,7 +413,7 @@ def _has_tail(fd: int, source: int, start: int, stop: int) -> bool:
 
 
 def _copy_tail(source: int, start: int, stop: int, target: int, at: int) -> None:
-    """Copy the bytes [start, stop) of one file to `at` in another one, and sync that. Blocks."""
+    """Copy the bytes [start, stop) of `source` to `at` in `target`, and sync `target`. Blocks."""
     modified_ns = os.fstat(source).st_mtime_ns
     while start < stop and (count := os.copy_file_range(source, target, stop - start, start, at)):
         start, at = start + count, at + count

@@ -1,8 +1,8 @@
 """The upload tasks of staged files: their start, cancellation and outcome.
 
-Each upload is a task of its own, which continues if a request that waits for it is cancelled (as
-its program is killed in a close). The task holds the file's lock, so that writes wait and no object
-is a mix of two contents. upload_steps.py sends the requests.
+Each upload is a task of its own, which continues if a request that waits for it is cancelled (for
+example because its program is killed). The task holds the file's lock, so that writes wait and no
+object is a mix of two contents. upload_steps.py sends the requests.
 
 A file that is written from its start on is sent while it grows: each
 part as soon as it is full, so that close has to wait for the last parts only.
@@ -54,7 +54,7 @@ CREDENTIALS_S = 5.0
 LONGEST_DELAYS = 5
 # A program that writes small files closes one every few milliseconds.
 QUIET_S = 0.2
-# The first pause between two looks whether programs still close file after file.
+# The first pause between two checks whether programs still close file after file.
 LOOK_S = 1.0
 # After this many conflicts with other clients' objects an upload fails; it is retried later.
 MOST_CONFLICTS = 20
@@ -67,7 +67,7 @@ class UploadAttempt:
     """One upload of one file. `scope` may be cancelled while `is_cancellable`.
 
     A background upload, of an open file, is stopped after BACKGROUND_S, as writes wait for it.
-    `hurry` cuts an upload's delay short; `error` is set when it is `done`, if it failed.
+    `hurry` cuts an upload's delay short; `error` is the error of a failed upload once it is `done`.
     """
 
     work: Work
@@ -166,7 +166,7 @@ class Uploader(UploadSteps):
 
     @asynccontextmanager
     async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock; waiting for an upload to release it counts as a part of its work."""
+        """Hold a file's lock; while an upload has it, the waiting time counts as the upload's."""
         attempt = self._attempts.get(staged)
         if attempt is not None and staged.lock.locked():
             with waiting_for(attempt.work):
@@ -185,8 +185,8 @@ class Uploader(UploadSteps):
     async def held(self, staged: StagedFile) -> AsyncIterator[None]:
         """Hold a file's lock, to rename or remove the file: no write and no upload runs then.
 
-        An upload under way is cancelled if it has not changed the bucket yet, else waited for. A
-        cancelled upload starts again afterwards, under the new key.
+        An upload under way is cancelled if it can't have changed the bucket yet, else waited for.
+        A cancelled upload starts again afterwards, under the new key.
         """
         attempt = self._attempts.get(staged)
         if attempt is not None and attempt.is_cancellable:
@@ -201,7 +201,7 @@ class Uploader(UploadSteps):
                 await self.abandon(staged)
 
     async def give_up(self, staged: StagedFile) -> bool:
-        """Set a file's changes aside, so that the bucket's object shows; False if it is open."""
+        """Set a file's changes aside, so that the bucket's object shows; False for an open file."""
         async with self.held(staged):
             if staged.inode.is_open:
                 return False
@@ -210,7 +210,7 @@ class Uploader(UploadSteps):
         return True
 
     async def _leave_to_bucket(self, staged: StagedFile) -> None:
-        """Set a file's changes aside (its lock is held): its name shows the bucket's object."""
+        """Set a locked file's changes aside: its name shows the bucket's object then."""
         await self.abandon(staged)
         theirs = await find(self._store, staged.key)
         staged.is_meta_dirty = False
@@ -256,9 +256,9 @@ class Uploader(UploadSteps):
     async def _until_left_alone(
         self, staged: StagedFile, attempt: UploadAttempt, delay_s: float
     ) -> None:
-        """Wait until name and attributes stay unchanged, and no program closes file after file.
+        """Wait until a file's name and attributes stay, and no program closes file after file.
 
-        Uploads would take processor time from that program. `hurry` ends the wait.
+        Uploads would take processor time from such a program. `hurry` ends the wait.
         """
         begun, look_s = trio.current_time(), LOOK_S
         last = begun + LONGEST_DELAYS * delay_s
@@ -346,9 +346,9 @@ class Uploader(UploadSteps):
     async def _yield_to(
         self, staged: StagedFile, theirs: ObjectInfo | None, error: Exception
     ) -> None:
-        """Leave a key to another client's object (None: none), and keep the content apart.
+        """Leave a key to the object `theirs` (None: no object); upload the content beside it.
 
-        Raises EEXIST for a file that was to be new, else ESTALE; returns if the object is ours.
+        Raises EEXIST for a file that was to be new, else ESTALE; returns if `theirs` is our upload.
         """
         await self.abandon(staged)
         described = staged.meta_changes
@@ -371,7 +371,7 @@ class Uploader(UploadSteps):
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """Note that a locked file was sent as `info`, with `meta_changes` up to `described`."""
+        """Note that `info` has a locked file's content and its first `described` `meta_changes`."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described
@@ -418,7 +418,7 @@ class Uploader(UploadSteps):
                 self._send_ahead(staged)
 
     def truncated(self, staged: StagedFile, before: int, size: int) -> None:
-        """Note that the file is `size` bytes long now, and was `before`."""
+        """Note that a program has changed a file's size from `before` to `size` bytes."""
         staged.touch()
         staged.kept_size = None
         # If the file grew again, old parts behind its end would count as its content.
@@ -436,7 +436,7 @@ class Uploader(UploadSteps):
                 upload.drop(number)
 
     def _send_ahead(self, staged: StagedFile) -> None:
-        """Start a task that sends the full parts, unless one runs already."""
+        """Start a task that sends a growing file's full parts, unless such a task runs already."""
         if staged in self._aheads or staged.upload_state is not None or staged.is_unlinked:
             return
         if not self._prefix_lock.is_open_at(staged.key):

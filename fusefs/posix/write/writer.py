@@ -1,8 +1,8 @@
 """Writes to files: a content is staged on the local disk, and uploaded whole.
 
-While a file is staged every handle of its node reads the staged content, so readers on this mount
-see writes at once. If the kernel reads a cache file for a program, that file itself is staged
-(sharing.py), else a copy of it. flush.py handles closes.
+While a file is staged, every handle of its node reads the staged content, so readers on this mount
+see writes at once. If the kernel reads a cache file for a program, the cache file itself is staged
+(sharing.py), else a copy of its content. flush.py handles closes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ZEROS = 1 << 20
 
 
 class Writer(MountPart):
-    """The files of one mount that are written. Belongs to the event loop."""
+    """The opens for writing, the writes and the truncations of one mount. For the event loop."""
 
     def __init__(
         self, state: MountState, writing: Writing, removals: Removals, prefix_lock: PrefixLock
@@ -90,10 +90,10 @@ class Writer(MountPart):
         *,
         is_reserved: bool = False,
     ) -> Answer[tuple[Inode, OpenResult]]:
-        """Create a file and open it; EEXIST with O_EXCL if the file exists by now.
+        """Create a file and open it; with O_EXCL, raise EEXIST if the file exists by now.
 
-        For O_EXCL the bucket decides now that the file is new, if `is_reserved` or exclusive.py
-        says so; else it decides at the file's close.
+        With O_EXCL the bucket decides whether the file is new: now, if `is_reserved` is set or
+        exclusive.py says so; else when the content is uploaded.
         """
         meta = self._state.owner.of_new(stat.S_IFREG | mode & PERMISSIONS, caller.uid, caller.gid)
         made, prefix = parent.child(name), self.inodes.key(parent)
@@ -118,7 +118,7 @@ class Writer(MountPart):
             info = await self.empties.put(info.key, meta.changed(mtime_ns=now), caller)
         made = parent.child(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
-            # Created by this very request before a process died, or by a cancelled one.
+            # Made by this request, which was resent as a process died, or by a cancelled request.
             if flags & os.O_TRUNC:
                 await self.stage(made, keep=0, is_anew=True)
             self.inodes.count(made, time.monotonic())
@@ -127,7 +127,7 @@ class Writer(MountPart):
             return self._created(parent, name, info, meta, flags, caller)
         except OSError:
             if info.etag:
-                # Otherwise no program would hold the lock of this name.
+                # Else a lock file would stay in the bucket that no program holds.
                 await self._store.delete(info.key, info.etag)
             raise
 
@@ -137,7 +137,7 @@ class Writer(MountPart):
         self.deferred.drop(info.key)
         inode = self.inodes.create(parent, name, info)
         is_exclusive = bool(flags & os.O_EXCL) and not info.etag
-        # Without either flag another node may have just created the file that is to be changed.
+        # Without either flag the program may mean a file that another node has just created.
         is_anew = bool(flags & (os.O_EXCL | os.O_TRUNC))
         try:
             fd = self.staging.prepare(inode)
@@ -161,7 +161,7 @@ class Writer(MountPart):
         return inode, self.open_staged(inode, flags, caller)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
-        """Open a file for writing, or a staged file."""
+        """Open a file for writing, or a staged file in any mode; EISDIR for a directory."""
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
         if flags & (WRITING | os.O_TRUNC):
@@ -193,10 +193,10 @@ class Writer(MountPart):
         return self.open_staged(inode, flags, caller)
 
     def _is_current(self, inode: Inode) -> bool:
-        """True if no HEAD is needed before a program changes a node's content.
+        """True if a program may change a node's content without a HEAD for its version before.
 
-        This holds if programs here are changing the file or have removed it, if its GET will show
-        the version, and if listings never expire. If it is wrong, the bucket refuses the upload.
+        So it may if programs here are changing the file or have removed it, if a GET will follow
+        and shows the version, or if listings never expire. The bucket refuses a mistaken upload.
         """
         info, staged = inode.info, inode.staged
         assert info is not None
@@ -212,7 +212,7 @@ class Writer(MountPart):
         return bool(info.size) and not is_here and self._downloader.proves_versions
 
     async def _look(self, inode: Inode) -> None:
-        """Check by a HEAD that a node has the bucket's version; ESTALE if it was replaced."""
+        """Send a HEAD, and raise ESTALE if the bucket has another version than a node."""
         await self.deferred.until_unsent(inode.object.key)
         known, staged = inode.object, inode.staged
         found = await find(self._store, known.key)
@@ -252,12 +252,12 @@ class Writer(MountPart):
     ) -> StagedFile:
         """Stage a file, with the first `keep` bytes of its content (None: all); return it.
 
-        With `looks` the bucket's present version is kept; without it, appended bytes are put behind
-        whatever version the bucket has (upload_steps.py). `is_anew`: nothing is kept, and the new
-        content replaces whatever the bucket has.
+        With `looks`, a HEAD checks before that the node has the bucket's version. Without it, the
+        upload puts appended bytes behind the version that the bucket has then (upload_steps.py).
+        `is_anew`: the program writes the file from scratch, so the upload replaces any version.
 
         Raises:
-            OSError: ESTALE, the name stands for another node now, which is to be opened.
+            OSError: ESTALE; the object was replaced, or its name's new node is to be opened.
         """
         if not self.flusher.may_be_written(inode):
             self._check_overwriting(inode)
@@ -287,7 +287,7 @@ class Writer(MountPart):
 
     async def _begin(self, inode: Inode, keep: int | None) -> None:
         was_current = inode.is_current
-        # The table holds the lock only as long as a task refers to it.
+        # The table's weak reference drops the lock when no task refers to it any more.
         lock = self._preparing.setdefault(inode.nodeid, trio.Lock())
         async with lock:
             if inode.staged is not None:
@@ -312,10 +312,10 @@ class Writer(MountPart):
 
     @asynccontextmanager
     async def not_staged(self, *inodes: Inode | None) -> AsyncIterator[None]:
-        """Keep the files of nodes from being staged meanwhile; staged files stay so.
+        """Let no task stage the files of `inodes` within the context; staged files stay staged.
 
-        An open for writing waits until the end. The locks are taken in the order of the node ids,
-        so that two changes of the same names can't deadlock.
+        Opens for writing wait until then. The locks are taken in the order of the node ids, so
+        that two changes of the same names can't deadlock.
         """
         known = {inode.nodeid for inode in inodes if inode is not None}
         async with AsyncExitStack() as stack:
@@ -325,7 +325,7 @@ class Writer(MountPart):
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Raise ESTALE if a node has lost its name to another node since it `was_current`."""
+        """Raise ESTALE if a node that `was_current` has lost its name to another node since."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
@@ -360,7 +360,7 @@ class Writer(MountPart):
     async def _copied(
         self, inode: Inode, info: ObjectInfo, keep: int | None, *, was_current: bool
     ) -> StagedFile | None:
-        """Stage a copy of the content; None if a program has begun to read by passthrough."""
+        """Stage a copy of the content; None if a program began to read by passthrough meanwhile."""
         was_read = bool(inode.passthrough)
         if was_read:
             keep = None  # the program truncates the file when it opens the new node
@@ -405,11 +405,11 @@ class Writer(MountPart):
         self, inode: Inode, fd: int, base: EditBase | None, taken: CacheFile | None = None
     ) -> StagedFile:
         meta = (inode.meta or inode.default_meta(self._state.owner)).changed(mtime_ns=None)
-        etag, is_unlinked = inode.object.etag, inode.is_removed  # by a removal during the staging
+        etag, is_unlinked = inode.object.etag, inode.is_removed  # removed meanwhile
         return self.staging.begin(inode, fd, meta, etag, base, taken, is_unlinked=is_unlinked)
 
     async def _drop_unopened(self, staged: StagedFile) -> None:
-        """Release a copy if its program does not open it within UNOPENED_S."""
+        """Release a copy if its program has not opened it after UNOPENED_S."""
         await trio.sleep(UNOPENED_S)
         if staged.inode.staged is staged and not staged.inode.is_open:
             self.flusher.released(staged.inode)
@@ -417,14 +417,14 @@ class Writer(MountPart):
     async def _shared(
         self, inode: Inode, file: CacheFile, *, was_current: bool
     ) -> StagedFile | None:
-        """Stage the cached copy itself; None if it has other users, or can't be taken."""
+        """Stage the cached copy itself; None if other users or an error keep it in the cache."""
         if self.staging.edits(file) or not await self.sharing.begin(file):
             return None
         info = inode.info
         assert info is not None
         base: EditBase | None = None
         if info.size > IN_PARTS:
-            # Unchanged parts are copied on the server.
+            # At the upload, unchanged parts are copied on the server.
             self._cache.pin_again(file)
             base = EditBase(file, info.size)
             base.filled.add(0, -(-info.size // PAGE) * PAGE)
@@ -467,10 +467,10 @@ class Writer(MountPart):
         if not is_appended and staged.only_appended:
             self.staging.note_edited(staged)
         if is_appended and staged.rebases:
-            offset = staged.size()  # the kernel has an old size
+            offset = staged.size()  # `offset` is from an old size
         stop = offset + len(data)
         base = staged.base
-        # Otherwise a page would be partly in the file and partly only in the object.
+        # False if a page would be partly in the file and partly only in the object.
         is_whole = base is None or not any(base.lacks(*page) for page in page_edges(offset, stop))
         is_free = not staged.lock.locked() or (
             staged.sending is not None and offset >= staged.sending
@@ -492,7 +492,7 @@ class Writer(MountPart):
             staged_sums.forget(staged)
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write to the page cache (ext4 refuses RWF_NOWAIT); 0 if a thread has to write instead."""
+        """Write in the event loop (without RWF_NOWAIT, which ext4 refuses); 0: a thread has to."""
         if not self._disk_latency.is_quick:
             return 0
         began = self._disk_latency.begin()
@@ -508,7 +508,7 @@ class Writer(MountPart):
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write to a file once it is unlocked; for an append, `rebases` is the count before."""
+        """Write when the file's lock is free; for an append, `rebases` is that of the request."""
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
@@ -534,7 +534,7 @@ class Writer(MountPart):
         self.uploads.wrote(staged, start, stop)
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
-        # Also if this is cancelled, the thread finishes the write.
+        # If this is cancelled, the thread finishes the write all the same.
         with stage(WaitCause.CACHE_DISK):
             return await trio.to_thread.run_sync(
                 write_fully, staged.fd, data, offset, limiter=self._disk
@@ -570,7 +570,7 @@ class Writer(MountPart):
     async def _allocate_edited(
         self, staged: StagedFile, base: EditBase, offset: int, length: int, mode: int
     ) -> None:
-        """Do `allocate` for an edited object: write zeros, as holes are the object's bytes."""
+        """Do `allocate` for an edited object: write zeros, as a hole shows the object's bytes."""
         size, stop = staged.size(), offset + length
         if mode & ~KEEP_SIZE:
             end = min(stop, size)
@@ -584,7 +584,7 @@ class Writer(MountPart):
             os.ftruncate(staged.fd, stop)
 
     async def truncate(self, inode: Inode, size: int, *, is_anew: bool) -> None:
-        """Set a file's size, and upload the file if no program has it open. Raises as `stage`."""
+        """Set a file's size; upload the file unless it is open for writing. Raises as `stage`."""
         await self.stage(inode, keep=size, is_anew=is_anew)
         await self.flusher.finish(inode)
 
