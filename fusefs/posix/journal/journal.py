@@ -65,7 +65,7 @@ COMPACT_FROM = 32 << 20
 
 
 class _Log:
-    """One mapped file to which records are appended, a new one or one that was `read`.
+    """One mapped file to which records are appended: a new log, or the log that was `read`.
 
     `size` and `crc` are those of the `count` records written so far; the file is allocated
     up to `limit`.
@@ -135,7 +135,7 @@ class Journal:
 
     If the disk is full or fails, the journal turns itself off with one warning:
     the mount continues, but cannot be taken over. Without a path it is off from the start.
-    Each method writes one record; the caller has not told the kernel of the item yet.
+    Each method that logs an item is called before the kernel learns of the item.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -181,7 +181,7 @@ class Journal:
         self._append(Kind.GONE, ID.pack(nodeid))
 
     def mark(self, nodeid: int, number: int, position: str) -> None:
-        """Log the number of a directory's position; number 0: drop all positions (offsets.py)."""
+        """Log the number of a position in a directory; 0 drops all its positions (offsets.py)."""
         self._append(Kind.MARK, MARK.pack(nodeid, number) + position.encode())
 
     def replaced(self, nodeid: int) -> None:
@@ -193,7 +193,7 @@ class Journal:
         self._append(Kind.REMOVED, ID.pack(nodeid))
 
     def number(self, place: int, number: int) -> None:
-        """Log a record of nodes/file_numbers.py; equal values delete the record."""
+        """Log an inode number of a place (nodes/file_numbers.py); equal values drop the record."""
         self._append(Kind.NUMBER, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
@@ -221,12 +221,12 @@ class Journal:
         self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """Log that a request is about to change something; if it is resent, that may be done."""
+        """Log that a request is about to make a change, which may be done if it is resent."""
         self._append(Kind.BEGUN, ID.pack(unique))
 
     @property
     def plain_log(self) -> _Log | None:
-        """The log for compiled code to append to; None if there are two logs, or none."""
+        """The log for compiled code to append to; None in a compaction, or without a journal."""
         return self._log if self._next is None else None
 
     @property
@@ -239,14 +239,14 @@ class Journal:
 
     @property
     def is_compacting(self) -> bool:
-        """True if records are written to a new log as well."""
+        """True if records are written to the old and to a new log."""
         return self._next is not None
 
     def begin_compaction(self) -> bool:
         """Begin a new log, which gets all records too until `finish_compaction`.
 
         The caller writes each open handle and each inode once, in any order
-        and with pauses, by `opened` and `node`, as long as `is_compacting`. False if the
+        and with pauses, by `opened` and `node`, as long as `is_compacting`. Returns False if the
         disk has no room: `wants_compaction` is True again when the log has grown further.
         """
         try:

@@ -1,4 +1,4 @@
-"""A log of changes of some keys that are still to be sent: lines appended to a file.
+"""A log of the changes of keys that are still to be sent: lines appended to a file.
 
 Each line is JSON, and the last line of a key counts. A line is one write, so a process
 that is killed leaves whole lines; a line torn by a power cut is skipped. When no change
@@ -57,7 +57,7 @@ class LineLog:
         self._is_torn = last != b"\n"
 
     def done(self, keys: Iterable[str]) -> None:
-        """Log that some keys have nothing more to send; if that fails they are sent again."""
+        """Log that some keys have nothing more to send; ignore an error: they are sent again."""
         with contextlib.suppress(OSError):
             self.append(b"".join(line([key]) for key in keys))
 
@@ -103,7 +103,7 @@ def line(fields: list[Any]) -> bytes:
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """Read a log: the last fields of each key that still has some. Blocks."""
+    """Read a log: by key, the fields of its last line, if it has something to send. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

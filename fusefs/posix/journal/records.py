@@ -74,7 +74,7 @@ class Kind:
 
 @dataclass(slots=True)
 class LoggedNode:
-    """A node as the log has it: parent 0 is the root's; `info` is None for a directory.
+    """A node as the log has it: the root has parent 0; `info` is None for a directory.
 
     `entries_changed_ns` is as in `Inode`.
     """
@@ -110,7 +110,7 @@ class Parsed(NamedTuple):
 
 
 def header() -> bytes:
-    """The header of a log without records, as slot 0 says."""
+    """The header of a log without records; its slot 0 has the end of the header."""
     data = bytearray(HEADER_SIZE)
     data[: len(MAGIC)] = MAGIC
     SLOT.pack_into(data, SLOTS[0], HEADER_SIZE, 0)
@@ -133,7 +133,7 @@ def parse(data: bytes) -> Iterator[Parsed]:
 
 
 def start_payload() -> bytes:
-    """The first record of a log: the format, and the id of the boot in which the log is valid."""
+    """The payload of a log's first record: the format, and the boot id of the running system."""
     return f"fusefs journal {FORMAT} {clock.boot_id()}".encode()
 
 
@@ -146,7 +146,7 @@ def node_payload(
     info: ObjectInfo | None,
     entries_changed_ns: int,
 ) -> bytes:
-    """The record of a node with the fields of `LoggedNode`, whose making would take as long."""
+    """The payload of a node's record; a `LoggedNode` as its argument would double the time."""
     ids, name = (nodeid, parent, ino, nlookup), text.encode()
     if info is None:
         lengths = len(name), _DIRECTORY, 0

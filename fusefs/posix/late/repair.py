@@ -43,7 +43,7 @@ TRIES = 3
 
 
 class Repairer:
-    """Checks and repairs one mount's uncertain keys.
+    """The checks and repairs of one mount's uncertain keys.
 
     `changed` is called with a repaired key and its new object, None if the key was removed.
     """

@@ -1,12 +1,12 @@
-"""The log of requests under way that change the bucket, written before each is sent.
+"""The log of the changes of the bucket under way; each is recorded before its request is sent.
 
     DIRECTORY/requests    one slot for each change that is under way
     DIRECTORY/batch-N     the keys of one DeleteObjects request
 
-From it the next process learns which keys the requests of a killed one concern, and what they
-would make of them, as the server may execute them later (uncertain_keys.py).
+The server may execute requests of a killed process later (uncertain_keys.py). The log tells the
+next process the keys of such requests, and by which tokens it recognises their results.
 
-The slots are in a file that is mapped shared: filling one is a copy into memory, which the kernel
+The slots are in a file that is mapped shared: to fill one is a copy into memory, which the kernel
 keeps when the process is killed; a machine's crash ends the requests, too. A slot is a CRC, a
 length and the change: a length of 0 marks a free slot, and a slot with a wrong CRC was being filled
 at the kill, so its request was never sent. The blocks are allocated before they are written, so
@@ -34,7 +34,7 @@ DELETE = "DELETE"
 
 # Bytes. The longest key has 1,024; an ETag has 34, or a few more with the count of parts.
 SLOT = 1536
-# The most requests under way, on a mount with the default number of connections.
+# At the start: a mount with the default number of connections has no more requests under way.
 SLOTS = 64
 # CRC of the rest of the slot, and its length in bytes.
 _HEAD = struct.Struct("<II")
@@ -42,7 +42,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Change(NamedTuple):
-    """One change of one key. It is a tuple, which is fast: each request makes one.
+    """One change of one key. It is a tuple, which is made fast, as each request makes one.
 
     An object made by the change may carry any of `tokens`; `etag` is the source's ETag if the
     change copies an object with its metadata, else "".

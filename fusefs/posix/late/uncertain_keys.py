@@ -1,8 +1,8 @@
 """The uncertain keys of a mount: keys that a late request may still change.
 
 A *late request* is a change (PUT, COPY or DELETE) that the server executes after its sender has
-given it up. Any request without an answer (a time-out, a lost connection, a killed process) may
-become one, and makes its key *uncertain*. For uncertain keys only, the result of the last
+given it up. Any request without an answer (a time-out, a lost connection, a killed process) may be
+executed late, and makes its key *uncertain*. For uncertain keys only, the result of the last
 acknowledged change, the *expected* state, is recorded, with a copy of the expected content:
 
     DIRECTORY/source     the bucket to which all records belong
@@ -190,7 +190,7 @@ def _plain(expected: ObjectInfo | None) -> dict[str, Any] | None:
 
 
 def _is_of(directory: Path, source: str) -> bool:
-    """True if a directory of records belongs to this bucket."""
+    """True if a directory of records belongs to the bucket that `source` names."""
     try:
         return (directory / "source").read_bytes() == source.encode()
     except OSError:  # a new directory, or a foreign one
@@ -266,7 +266,7 @@ class UncertainKeys(UnansweredChanges):
         return entry
 
     def expect(self, entry: UncertainKey, state: KeyState | None, content: str | None) -> None:
-        """Record a key's expected state (None: unknown) and its content's name after a change."""
+        """Record after a change a key's expected state (None: unknown) and its content's file."""
         old, entry.content = entry.content, content
         entry.expected = state
         for one in entry.unanswered:
@@ -441,12 +441,12 @@ class UncertainKeys(UnansweredChanges):
             older.content = None  # a killed process had linked the content here already
         elif path.parent != self.directory and entry.content is not None:
             try:
-                # Under both names until its record is here: contents without a record are removed.
+                # The content keeps both names until its record is here: without one it is removed.
                 os.link(path.parent / entry.content, self.directory / entry.content)
             except OSError as error:
                 logger.warning("%s has no content: %s", path, error.strerror)
                 entry.content = None
-        # Two mounts have left the same key; the record that is read later is that of the later one.
+        # Two mounts have left the same key; the record that is read later is the later mount's.
         if older is not None:
             entry.unanswered = older.unanswered + entry.unanswered
             entry.waits_until = max(older.waits_until, entry.waits_until)

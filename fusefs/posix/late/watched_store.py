@@ -178,7 +178,7 @@ class WatchedStore:
             return failures
 
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
-        """As `Upload.complete`; it needs no record, as a late one fails: its upload is gone."""
+        """Complete an upload, without a record: a late completion fails, as its upload is gone."""
         key = upload.state.key
         if self.uncertain_keys.get(key) is None:
             return await upload.complete(size, condition)
@@ -196,7 +196,7 @@ class WatchedStore:
 
     @contextmanager
     def _all_on_record(self, keys: list[str]) -> Iterator[None]:
-        """As `on_record`, for one request that deletes many keys."""
+        """Record one request that deletes many keys, until it is answered or given up."""
         opened = ChangeUnderWay(frozenset(keys))
         self._open.add(opened)
         batch = self.uncertain_keys.log.begin_batch(keys)
@@ -246,10 +246,10 @@ class WatchedStore:
             return ABSENT
 
     async def _acknowledge_anew(self, entry: UncertainKey, info: ObjectInfo) -> bool:
-        """As `_acknowledged`, for a content that only the bucket has, and that is downloaded.
+        """Record a key's state after a change; download its content, which only the bucket has.
 
-        False if a late request has undone the change already: it is not acknowledged then, as
-        the caller may remove its source next.
+        Returns False if a late request has undone the change already: then the change must not be
+        acknowledged, as the caller may remove the source next.
 
         Raises:
             StoreError: the object is gone, and the HEAD for the key's state failed.

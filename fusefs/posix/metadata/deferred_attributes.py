@@ -46,7 +46,7 @@ RETRY_S = 5.0
 AT_ONCE = 16
 # The most changes that wait (5 MB, and 50 MB if all are sent at once); beyond it programs wait.
 MOST = 10_000
-# For how long an object put by this mount counts as unchanged by others, and for how many.
+# For how long an object put by this mount counts as unchanged by others; the most such objects.
 OWN_S = 30.0
 MOST_OWN = 4096
 # The most tokens of unanswered requests that are recorded for one object.
@@ -129,7 +129,7 @@ class OwnObjects:
         return own if is_young and at and own.version == info.version else None
 
     async def describe(self, source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
-        """Copy a version to `key` with the metadata of `write`; StaleVersionError if replaced."""
+        """Copy a version to `key` with other metadata; StaleVersionError if it was replaced."""
         own = self.get(source)
         made = await self._store.copy(
             own or source.version, key, write._replace(is_own=own is not None)
@@ -143,8 +143,8 @@ class DeferredAttributes:
     """The changed attributes of one mount that are to be sent. Belongs to the event loop.
 
     They are recorded in the directory `staging`. `landed` is called with the old and the new
-    version of an object, and `lost` with one whose change is given up, as it was replaced.
-    A change that can't be recorded raises OSError; one that can't be sent StoreError, and is kept.
+    version of an object, `lost` with a version that was replaced, so that its change is given up.
+    A change that can't be recorded raises OSError. If it can't be sent, it is kept; StoreError.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class DeferredAttributes:
 
     @property
     def is_full(self) -> bool:
-        """True if so many changes wait that programs have to wait with further ones."""
+        """True if so many changes wait that programs have to wait before they make others."""
         return len(self._by_key) >= MOST
 
     async def wait_for_room(self) -> None:
-        """Wait while very many changes wait to be sent, unless the bucket refuses them."""
+        """Wait while `is_full`, unless the bucket refuses the changes."""
         while self.is_full and not self._is_failing:
             await self._less.wait()
 
@@ -222,7 +222,7 @@ class DeferredAttributes:
             self._add(entry)
 
     def _note(self, entry: DeferredChange) -> bool:
-        """Record a change; False if the disk fails, which is logged: it is sent in any case."""
+        """Record a change that is sent in any case; False if the disk fails, which is logged."""
         try:
             self._log.append(entry.line())
             return True
@@ -262,7 +262,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     async def give_up(self, key: str) -> int:
-        """Drop the changes at or below a key, so that the bucket's show; return their number."""
+        """Drop the changes at or below a key, to show the bucket's state; return their number."""
         given_up = self.pending(key)
         for entry in given_up:
             await self.until_unsent(entry.key)
@@ -279,7 +279,7 @@ class DeferredAttributes:
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Take a key's change, to send it in another way or drop it; an exception puts it back."""
+        """Yield a key's change, to send it in another way or drop it; an exception puts it back."""
         await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:
@@ -315,7 +315,7 @@ class DeferredAttributes:
                 raise entry.error
 
     async def flush_below(self, prefix: str) -> None:
-        """As `flush`, for all keys at or below a prefix; the first error is raised at the end."""
+        """Send all changes at or below a prefix; raise the first error when all requests ended."""
         waiting = self.pending(prefix)
         async with trio.open_nursery() as nursery:
             for entry in waiting:
@@ -352,7 +352,7 @@ class DeferredAttributes:
             self._is_running = False
 
     async def _send_unattended(self, entry: DeferredChange, *, is_due: bool = False) -> None:
-        """As `_send`, in a task that no request waits for."""
+        """Call `_send` in a task that no request waits for; `is_due`: it has a slot of `_due`."""
         try:
             with unattended():
                 await self._send(entry)
@@ -422,7 +422,7 @@ class DeferredAttributes:
         return True
 
     async def _copied(self, entry: DeferredChange) -> ObjectInfo:
-        """Send a change, also if an earlier request without an answer has made a new version."""
+        """Send a change, even over a version made by an earlier, unanswered request for it."""
         try:
             earlier = entry.tokens
             return await self._copy(entry)
@@ -482,7 +482,7 @@ class DeferredAttributes:
     # Changes of an earlier process, and the mount's end
 
     def adopt(self, found: Iterable[DeferredChange], *, is_on_record: bool) -> None:
-        """Take over changes that an earlier process left, for keys without a change."""
+        """Take over the changes that an earlier process left, for keys without a newer change."""
         new = [entry for entry in found if entry.key not in self._by_key]
         if new and not is_on_record:
             self._log.append(b"".join(entry.line() for entry in new))

@@ -40,7 +40,7 @@ from fusefs.telemetry.stalls import Work
 
 # The default number of simultaneous requests.
 MOST_AHEAD = 32
-# The most answers that no request has used yet, and directories read in order.
+# The most answers kept that no request has used yet; the most directories read in order.
 MOST_KEPT = 4096
 MOST_SCANS = 64
 # The most versions whose attributes are remembered, at about 100 bytes each.
@@ -56,7 +56,7 @@ CLOCKS_NS = 5 * SECOND_NS
 
 @dataclass(slots=True, eq=False)
 class PendingHead:
-    """One HEAD, under way or `done`. `info` is then None if there is no object.
+    """One HEAD, under way or `done`; `info` is its answer, None if there is no object.
 
     `sent` is in seconds of the monotonic clock.
     """
@@ -124,7 +124,7 @@ class HeadCache:
         return self.needs_head_of(inode, self.assumed(inode.parent))
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
-        """As `needs_head`, given the assumptions about the inode's directory."""
+        """The result of `needs_head`, with given assumptions about the inode's directory."""
         may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
         until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until
@@ -132,11 +132,11 @@ class HeadCache:
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
 
     def assumed(self, directory: Inode) -> Assumed:
-        """As `HeadPolicy.assumed`."""
+        """The assumptions about a directory's objects (`HeadPolicy.assumed`)."""
         return self._policy.assumed(self._inodes.key(directory))
 
     def is_doubted(self, inode: Inode) -> bool:
-        """True if the kernel probably repeats a GETATTR as assumed attributes deny access."""
+        """True if the kernel probably repeats a GETATTR because assumed attributes deny access."""
         if not self.asks_less or inode.info is None or not inode.is_current:
             return False
         now = time.monotonic()
@@ -211,7 +211,7 @@ class HeadCache:
         await self._take(inode, head or self._send(key))
 
     async def show_all(self, inodes: Sequence[Inode]) -> None:
-        """As `show`, for several inodes of one directory at once; any failed HEAD is raised."""
+        """Request the attributes that stat shows of several inodes; raise a failed HEAD's error."""
         while batch := [inode for inode in inodes if self.needs_head(inode)][:MOST_AHEAD]:
             heads = [self._send(self._inodes.key(inode)) for inode in batch]
             for inode, head in zip(batch, heads, strict=True):
@@ -235,7 +235,7 @@ class HeadCache:
                 await sampled.done.wait()
 
     def sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """Start a sample ahead of a program, for one directory of each parent at a time."""
+        """Start a sample before a program reaches a directory; at most one for each parent."""
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
         if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
@@ -264,7 +264,7 @@ class HeadCache:
             self._nursery.start_soon(self._run_sample, prefix, keys, times)
 
     async def _run_sample(self, prefix: str, keys: Sequence[str], modified_ns: list[int]) -> None:
-        """Send the HEADs of a sample; of all `keys` if some attributes equal the defaults."""
+        """Send HEADs of a sample's first keys; of all `keys` if attributes equal the defaults."""
         sampled, heads = self._sampled[prefix], dict[str, PendingHead]()
         few = self._policy.sample_size
         try:
@@ -301,12 +301,12 @@ class HeadCache:
             self._remember(current, known)
 
     def described(self, info: ObjectInfo) -> None:
-        """Note, and show, the attributes of an object that came with a GET."""
+        """Note and show the attributes that came with the GET of an object."""
         known = self._observe(info)
         inode = self._inodes.at(info.key)
         if inode is not None and _is_same(info, inode.info) and self.lacks(inode):
             self._learned(inode, known)
-            # Not after a GETATTR's own HEAD: the kernel would not believe the answer.
+            # After a GETATTR's own HEAD this is left out: the kernel would not believe the answer.
             if inode.nlookup and inode.meta != inode.default_meta(self._owner):
                 self._notifier.invalidate_attributes(inode.nodeid)
         self._remember(info, known)
@@ -359,7 +359,7 @@ class HeadCache:
             head.done.set()
 
     def _observe(self, info: ObjectInfo) -> Meta:
-        """Note if an object has attributes, for the policy; return them."""
+        """Tell the policy whether an object has attributes; return them."""
         is_directory = info.key.endswith("/")
         default = self._owner.directory if is_directory else self._owner.file
         known = meta.read(info.metadata or {}, default)

@@ -5,7 +5,7 @@ read-only and hence not listed: a program that copies a file with its attributes
 listed ones. All other `user.*` are kept in the object's metadata, which is small (see
 object_metadata.py), and are known only on a writable mount. Attributes of other kinds would
 have a meaning for the kernel, and a bucket's content must not give anybody rights here. So no
-file has any, which is answered without a request: `ls -l` asks for two of each file.
+file has such attributes, which needs no request: `ls -l` asks for two of them for each file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pairs = tuple[tuple[str, bytes], ...]
 
 
 class Xattrs:
-    """The attributes of all inodes of one mount. Belongs to the event loop."""
+    """The extended attributes of all inodes of one mount. Belongs to the event loop."""
 
     def __init__(
         self, store: Store, inodes: InodeTable, head_cache: HeadCache, endpoint: str
@@ -55,7 +55,7 @@ class Xattrs:
         return answer if isinstance(answer, bytes) else await answer
 
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
-        """The names of attributes set by programs; it needs no HEAD after a stat."""
+        """The names of the attributes that programs have set; needs no HEAD after a stat."""
         if self._head_cache.needs_head(inode):
             return waiting(self._names_shown(inode))
         known = self._head_cache.meta(inode).xattrs
@@ -74,7 +74,7 @@ class Xattrs:
             return self._inodes.key(inode).encode()
         if name == "user.s3.endpoint" and self._endpoint:
             return self._endpoint.encode()
-        # A file that the bucket lacks has no other attribute.
+        # A file that the bucket lacks has no other property.
         if info is None or not info.etag:
             raise OSError(errno.ENODATA, name)
         if name == "user.s3.etag":
@@ -101,7 +101,7 @@ def changed(
 ) -> Pairs:
     """The attributes after one has been set or, with the value None, removed.
 
-    `is_repeated`: the change may have been made already, so that is no error.
+    `is_repeated`: the change may have been made already, which is no error then.
 
     Raises:
         OSError: EPERM, EOPNOTSUPP or EINVAL for a name that cannot be set;

@@ -76,8 +76,8 @@ def _taken_out(
 def restore_table(inodes: InodeTable, state: KernelState) -> None:
     """Restore the nodes that the kernel knows from an earlier process.
 
-    Of the nodes of one name the youngest is current, unless the journal says that it was
-    replaced. No node is valid yet: an open asks the bucket.
+    If several nodes have one name, the youngest is current, unless the journal says that it was
+    replaced. No node counts as valid yet: an open asks the bucket.
     """
     inodes.next_id = state.next_id
     inodes.numbers.adopt(state.numbers)
@@ -114,7 +114,7 @@ async def _restore_handle(
 ) -> None:
     inode = operations.inodes.find(logged.nodeid)
     if inode is None:
-        return  # its RELEASE comes, and is answered
+        return  # its RELEASE is answered all the same
     if inode.info is None:
         directory = DirectoryHandle(logged.fh, inode, -1, logged.unique)
         operations.handles.adopt_directory(directory)

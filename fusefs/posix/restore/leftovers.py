@@ -1,4 +1,4 @@
-"""Finds at the start the uploads that earlier mounts have left, and completes them.
+"""Finding and completing, at a mount's start, the uploads that earlier mounts have left.
 
 A mount that ended before the bucket had all changes leaves its staging directory behind
 (posix/write/staging.py). A file that a program had closed, or was closing, is staged again under
@@ -73,7 +73,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
 
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over the attributes left by an earlier process; False if some are outside the prefix."""
+    """Take over attributes that an earlier process left; False if some are outside the prefix."""
     changes = deferred_attributes.load(directory, process_default())
     ours = [change for change in changes if change.key.startswith(writer.inodes.prefix)]
     writer.deferred.adopt(ours, is_on_record=is_on_record)
@@ -115,8 +115,8 @@ _LOGS = {
 def adopt_logs(writer: Writer, directory: Path) -> list[str]:
     """Take over the entries of an earlier process's logs in a directory. Blocks.
 
-    Returns the names of the logs that are not needed any more: not those that could not be
-    copied to a full disk, nor those with attributes of another prefix.
+    Returns the names of the logs that are not needed any more. A log stays needed if the disk
+    is full, or if it has attributes of another prefix.
     """
     is_own = directory == writer.staging.directory
     done = []
@@ -159,7 +159,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
 
 
 def drop_unneeded(writer: Writer) -> None:
-    """Release restored files that no program has open: unlinked ones, those of killed programs."""
+    """Release restored files not open any more: unlinked, abandoned, and former cache files."""
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()
@@ -169,7 +169,7 @@ def drop_unneeded(writer: Writer) -> None:
 
 
 def _is_ours(directory: Path, source: str) -> bool:
-    """True if a staging directory belongs to this bucket; another or unknown owner is logged."""
+    """True if a staging directory belongs to this bucket; files of other buckets are logged."""
     named = directory / SOURCE
     found = named.read_text(errors="replace") if named.exists() else ""
     if found == source:
@@ -178,7 +178,7 @@ def _is_ours(directory: Path, source: str) -> bool:
     if found.strip("\0"):
         logger.warning("%s has files that wait to be uploaded to %s", directory, found)
     elif remaining:
-        # After a power cut. No program relies on these files: SOURCE would have been synced first.
+        # A power cut took SOURCE, which is synced before any program relies on other files here.
         logger.error(
             "%s has %s, which no mount sends: its file %s, which named the bucket, is gone or "
             "empty. If that was this one, write it anew with the text %r, and mount again",
@@ -201,9 +201,9 @@ def _remove(directory: Path) -> None:
 
 
 def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
-    """Stage a file that another process left, if it has to be uploaded; True if so.
+    """Stage a file that another process left, if it has to be uploaded; True if it is staged.
 
-    A file that was not closed is kept as it is if a program may have it open; so is a file
+    A file that was not closed stays where it is if a program may have it open; so does a file
     whose key is outside this mount.
     """
     loaded = load(path)
@@ -246,7 +246,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
 def _adopt_attributes_of(
     writer: Writer, path: Path, record: dict[str, Any], *, is_kept: bool
 ) -> bool:
-    """Take over the attributes in an open file's record; False if only that record has them."""
+    """Take over the attributes in an open file's record; False if the record is still needed."""
     if not record.get("attributes") or record["is_unlinked"] or record["is_closed"]:
         return True
     key = record["key"]
@@ -267,7 +267,7 @@ def _adopt_attributes_of(
 
 
 def _link(path: Path, new: Path) -> None:
-    """Link a file into this mount, its record first, so that a kill in between loses neither."""
+    """Link a file into this mount's directory, the record first, so that a kill loses neither."""
     with contextlib.suppress(FileNotFoundError):
         os.link(path.with_suffix(".json"), new.with_suffix(".json"))
     os.link(path, new)
@@ -279,7 +279,7 @@ def _unlink(path: Path) -> None:
 
 
 def _younger(writer: Writer, key: str) -> StagedFile | None:
-    """The file already staged under a key, which is newer: the newest is staged first; or None."""
+    """The newer file that is staged under a key (the newest are staged first); None if none is."""
     inode = writer.inodes.at(key)
     return inode.staged if inode is not None and writer.inodes.key(inode) == key else None
 
@@ -287,7 +287,7 @@ def _younger(writer: Writer, key: str) -> StagedFile | None:
 def _give_way(
     writer: Writer, path: Path, fd: int, record: Mapping[str, Any], younger: StagedFile
 ) -> None:
-    """Give up a file in favour of a newer one of its key; its content is renamed and kept."""
+    """Give up a file as its key has a newer one; rename its content, unless the bucket has it."""
     status = os.fstat(fd)
     # A killed process may have staged this very file, or the bucket has the content already.
     is_there = os.path.samestat(status, os.fstat(younger.fd)) or is_uploaded(record, status)
