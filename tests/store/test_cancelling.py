@@ -2,12 +2,10 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import trio
 
-from fusefs.store.interface import WholeFileSink
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -53,15 +51,3 @@ async def test_a_disk_that_fails_ends_the_download(store: S3Store, size: int) ->
     info = await store.head("body")
     with pytest.raises(FileNotFoundError, match="the disk is gone"):
         await store.download(info.version, 0, size, Gone(0))
-
-
-async def test_a_file_that_cannot_be_written_ends_the_download(
-    store: S3Store, faulty: FaultyS3, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
-    info = await store.head("body")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        await store.download(info.version, 0, info.size, WholeFileSink(fd))
-    assert len(faulty.requests("GET")) == 1
-    os.close(fd)

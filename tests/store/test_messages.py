@@ -25,27 +25,12 @@ from fusefs.store.s3.store import S3Store, open_store
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.faulty_s3 import REQUEST_ID, FaultyS3
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.flat_s3 import FlatS3
 from tests.support.servers.in_process import Answer, Headers
 from tests.support.servers.tls import TlsDoor
 from tests.support.servers.tls import secure as secure
 from tests.support.store_reading import ODD_KEY, download, opened
-
-
-async def test_a_failed_request_is_one_line_in_the_log(
-    shared: Bucket, faulty: FaultyS3, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(shared, faulty, retry_time_s=0.5) as store:
-        info = await store.head("body")
-        faulty.add("GET", code="InternalError")
-        with caplog.at_level(logging.WARNING, "fusefs"), pytest.raises(StoreError):
-            await download(store, info)
-    (record,) = caplog.records
-    line = record.getMessage()
-    for part in ("GET", f"s3://{shared.name}/body", "500", "InternalError", REQUEST_ID):
-        assert part in line
-    assert "\n" not in line
 
 
 async def test_a_bucket_that_may_not_be_listed_is_told_with_the_right_the_key_and_the_place(

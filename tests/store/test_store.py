@@ -104,24 +104,6 @@ async def test_a_public_bucket_gets_requests_without_a_signature(
         assert not any("authorization" in request.headers for request in faulty.requests())
 
 
-@pytest.mark.parametrize("key", ["body", ODD_KEY])
-@pytest.mark.parametrize(
-    "fault", [{"cut_after": 2_500_000}, {"short": 2_500_000}, {"stall_after": 2_500_000}]
-)
-async def test_a_broken_stream_goes_on_where_it_stopped(
-    store: S3Store, faulty: FaultyS3, key: str, fault: dict[str, int]
-) -> None:
-    rule = faulty.add("GET", key, times=1, **fault)
-    info = await store.head(key)
-    assert await download(store, info) == BODY
-    assert rule.used == 1
-    second = faulty.requests("GET", key)[1]
-    # Of an answer that is shorter than it says nothing is taken.
-    least = 0 if "short" in fault else 1 << 20
-    assert int(second.range.removeprefix("bytes=").partition("-")[0]) >= least
-    assert second.headers["if-match"].strip('"') == info.etag.strip('"')
-
-
 async def test_a_stream_that_breaks_again_and_again_arrives_in_the_end(
     store: S3Store, faulty: FaultyS3
 ) -> None:

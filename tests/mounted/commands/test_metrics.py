@@ -67,12 +67,6 @@ def serves_until_it_is_ended(mount: Mount) -> None:
     assert process.returncode == 0
 
 
-def test_an_address_that_is_none_is_a_mistake_of_the_command_line() -> None:
-    result = fusefs("metrics", "--listen", "nowhere", check=False)
-    assert result.returncode == 2
-    assert "127.0.0.1:9811" in result.stderr
-
-
 MIB = 1 << 20
 Metrics = dict[str, Any]
 

@@ -67,32 +67,6 @@ def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3)
     assert conditions(faulty, "COMPLETE", "large") == ["if-none-match"]
 
 
-@pytest.mark.parametrize("size", [10, 9 << 20])
-def test_the_last_to_close_wins(mount: Callable[..., Mount], bucket: Bucket, size: int) -> None:
-    bucket.put("file", b"old")
-    root = mount().path
-    content = os.urandom(size)
-    with open(root / "file", "wb", 0) as file:
-        file.write(content)
-        bucket.put("file", b"theirs")
-    assert stored(bucket, "file") == content
-    with open(root / "new", "wb", 0) as file:
-        file.write(content)
-        bucket.put("new", b"theirs")
-    assert stored(bucket, "new") == content
-
-
-def test_a_write_whose_answer_is_lost_is_no_other_clients(
-    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
-) -> None:
-    root = mount("--conflict", "fail").path
-    for content in (b"one", b"two"):
-        faulty.add("PUT", "file", lose_answer=True, times=1)
-        (root / "file").write_bytes(content)
-        assert stored(bucket, "file") == content
-    assert keys(bucket) == ["file"]
-
-
 @states(
     "A file that another client has put under a name stays when a removal or a rename of this"
     " mount's file of that name is repeated because its answer was lost."

@@ -1,9 +1,7 @@
 """TLS: what is not to be trusted is refused before a byte of the request is sent."""
 
 import os
-import socket
 import ssl
-import threading
 from pathlib import Path
 
 import pytest
@@ -50,20 +48,6 @@ async def test_sessions_are_resumed(engine: Engine, authority: Path) -> None:
     assert secure.session_stats()["hits"] == 2
 
 
-async def test_another_authority_is_refused(engine: Engine, authority: Path) -> None:
-    with scripted_server(lambda _: [answer()], context(authority)) as server:
-        stranger = Route(ca_file="/etc/ssl/certs/ca-certificates.crt")
-        for route in (stranger, Route()):
-            completion = await engine.send(trusting(server, authority)._replace(route=route))
-            is_refused(completion, server, "certificate", "unable to get local issuer")
-
-
-async def test_another_name_is_refused(engine: Engine, authority: Path) -> None:
-    with scripted_server(lambda _: [answer()], context(authority, "IP:127.0.0.2")) as server:
-        completion = await engine.send(trusting(server, authority))
-        is_refused(completion, server, "certificate", "no alternative certificate subject name")
-
-
 async def test_an_expired_certificate_is_refused(engine: Engine, authority: Path) -> None:
     with scripted_server(lambda _: [answer()], context(authority, days=-1)) as server:
         completion = await engine.send(trusting(server, authority))
@@ -81,24 +65,6 @@ async def test_old_versions_are_refused(
     with scripted_server(lambda _: [answer()], old) as server:
         completion = await engine.send(trusting(server, authority))
         is_refused(completion, server, "tls", "")
-
-
-async def test_a_server_without_tls_is_refused(engine: Engine, authority: Path) -> None:
-    def refuse(listener: socket.socket) -> None:
-        with listener.accept()[0] as connection:
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.recv(1 << 16)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=refuse, args=(listener,))
-        thread.start()
-        url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
-        completion = await engine.send(
-            Request("GET", url, route=Route(None, str(authority / "ca.pem")))
-        )
-        thread.join()
-    assert (completion.error, completion.may_have_been_executed) == ("tls", False)
-    assert "wrong version number" in completion.detail
 
 
 async def test_a_file_of_authorities_that_is_not_there(engine: Engine, authority: Path) -> None:

@@ -1,6 +1,5 @@
 """A GET that is slow to answer is sent again: one of the two writes, the other is given up."""
 
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -151,14 +150,3 @@ async def test_cancelling_gives_both_up(shared: Bucket, faulty: FaultyS3) -> Non
         assert store.requester.connections.in_use == 0
         assert store.counters()["bytes_fetched"] == 0
         await given_up(hold)
-
-
-@pytest.mark.parametrize("wait_s", [math.inf, 0.01])
-async def test_nothing_is_sent_again_without_need_or_without_a_connection(
-    shared: Bucket, faulty: FaultyS3, wait_s: float
-) -> None:
-    # One connection of one is none to spare.
-    async with impatient(shared, faulty, wait_s, max_connections=1) as store:
-        faulty.add("GET", times=1, delay_s=0.1)
-        assert await read(store) == BODY[:LARGE]
-        assert store.counters()["hedged"] == 0

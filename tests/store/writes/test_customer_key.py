@@ -84,15 +84,6 @@ async def test_the_key_goes_with_each_request_that_reads_or_writes(
             assert bool(source) is name.endswith("COPY"), name
 
 
-async def test_what_the_server_has_is_encrypted(
-    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
-) -> None:
-    async with opened(bucket, faulty, customer_key=KEY) as store:
-        await put(store, "made", make_file(1000))
-    with pytest.raises(Exception, match=r"Bad Request|40[03]"):
-        bucket.client.head_object(Bucket=bucket.name, Key="made")
-
-
 @pytest.mark.parametrize(
     ("url", "is_safe"),
     [

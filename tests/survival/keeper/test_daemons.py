@@ -6,13 +6,11 @@ import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 from fusefs.keeper.protocol import FRESH
 from tests.support.machine.ordinary_user import NOBODY
 from tests.support.survival.keeping import (
-    HELD,
     LIMIT_S,
     Kept,
     blocked_reader,
@@ -25,22 +23,6 @@ from tests.support.survival.keeping import (
 from tests.support.waiting import until
 
 pytestmark = [needs_root, needs_fuse]
-
-
-def test_a_killed_daemon_is_replaced_and_its_readers_never_notice(kept: Kept) -> None:
-    kept.start()
-    with blocked_reader(kept) as reader:
-        old = kept.kill_daemon()
-        status = kept.served_by_another_than(old)
-        assert reader.poll() is None
-        kept.hold.unlink()
-        assert reader.communicate(timeout=LIMIT_S) == (HELD, b"")
-    assert status["restarts"] == 1
-    assert status["last_reason"] == "killed by signal 9"
-    assert status["longest_pause_s"] > 0
-    facts = kept.facts(status["daemon"])
-    assert facts["restarts"] == 1
-    assert abs(facts["last_death_ns"] - time.time_ns()) < LIMIT_S * 1e9
 
 
 def test_a_storm_of_kills_is_no_reason_to_give_up(kept: Kept) -> None:

@@ -53,15 +53,6 @@ def test_a_killed_keeper_is_succeeded_by_its_broker(kept: Kept) -> None:
     until(lambda: kept.processes() == [])
 
 
-def test_keepers_can_be_killed_again_and_again(kept: Kept) -> None:
-    kept.start()
-    for _ in range(5):
-        kept.kill_keeper()
-    status = kept.served_by_another_than(kept.kill_daemon())
-    assert status["restarts"] == 1
-    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
-
-
 @needs_passthrough
 def test_a_successor_registers_files_with_no_more_privilege_than_before(kept: Kept) -> None:
     put_through(kept)

@@ -144,21 +144,6 @@ def test_a_daemon_that_dies_ends_the_upgrade_that_is_under_way(kept: Kept) -> No
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
-def test_an_upgrade_on_an_old_kernel_needs_nothing_sent_again(kept: Kept) -> None:
-    kept.start(OLD_KERNEL)
-    with blocked_reader(kept) as reader:
-        answer = kept.upgrade(OLD_KERNEL)
-        assert os.read(reader.stdout.fileno(), 100) == HELD
-        kept.hold.unlink()
-        assert reader.communicate(timeout=LIMIT_S) == (b"", b"")
-    assert answer["ok"] is True
-    assert kept.facts(answer["pid"])["is_all_answered"] is True
-    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
-    # And one after the other.
-    assert kept.upgrade(OLD_KERNEL)["ok"] is True
-    assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
-
-
 def test_an_upgrade_on_an_old_kernel_waits_for_the_old_daemon_as_long_as_a_pause_may_be(
     kept: Kept,
 ) -> None:

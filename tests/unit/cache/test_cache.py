@@ -21,18 +21,6 @@ MIB = 1 << 20
 A = version("a", MIB)
 
 
-async def test_what_was_fetched_is_there_after_a_restart(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as parts:
-        await parts.fetch(A)
-        await parts.read(version("big", 9 * MIB), 4 * MIB, 5 * MIB)
-        await parts.quiet()
-    async with cache_in(tmp_path) as parts:
-        assert parts.quota.used >= 2 * MIB
-        await parts.fetch(A)
-        await parts.read(version("big", 9 * MIB), 4 * MIB, 5 * MIB)
-        assert parts.bucket.requested == []
-
-
 async def test_a_file_that_got_nothing_leaves_nothing(parts: Parts) -> None:
     file = parts.cache.pin(A)
     assert await parts.cache.ensure_open(file)
@@ -202,18 +190,6 @@ async def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> 
             await parts.fetch(A)
 
 
-async def test_what_was_recorded_survives_a_daemon_that_is_killed(tmp_path: Path) -> None:
-    async with cache_in(tmp_path / "live") as parts:
-        await parts.fetch(A)
-        await parts.cache.record()
-        await parts.read(version("b", MIB), 0, 10)  # not yet on record
-        shutil.copytree(tmp_path / "live", tmp_path / "killed", copy_function=os.link)
-        async with cache_in(tmp_path / "killed") as successor:
-            await successor.fetch(A)
-            await successor.fetch(version("b", MIB))
-            assert {key for key, _, _ in successor.bucket.requested} == {"b"}
-
-
 async def test_files_without_a_row_are_swept_when_they_are_old(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,16 +204,6 @@ async def test_files_without_a_row_are_swept_when_they_are_old(
         os.utime(path, (long_ago, long_ago))
     await parts.cache.sweep()
     assert parts.files() == sorted([known, new])
-
-
-async def test_two_mounts_see_what_either_fetched(tmp_path: Path) -> None:
-    async with cache_in(tmp_path) as one, cache_in(tmp_path) as other:
-        await one.fetch(A)
-        for parts in (one, other):
-            await parts.cache.record()  # each does so by itself every other second
-        await other.fetch(A)
-        assert other.bucket.requested == []
-        assert len(one.files()) == 1
 
 
 async def test_what_another_mount_evicted_is_fetched_again(tmp_path: Path) -> None:

@@ -89,16 +89,6 @@ async def test_what_is_on_its_way_counts(tmp_path: Path) -> None:
         assert (parts.quota.reserved, parts.quota.used) == (0, 2 * MIB)
 
 
-async def test_the_floor_of_free_space_is_kept(tmp_path: Path) -> None:
-    status = os.statvfs(tmp_path)
-    free = status.f_bavail * status.f_frsize
-    async with cache_in(tmp_path, floor=free + (64 << 20)) as parts:
-        with pytest.raises(NotKeptError):
-            await parts.fetch(version("a", MIB))
-        assert parts.quota.limit == 0
-        assert parts.quota.used == 0
-
-
 @states("The cache leaves 10% of its disk's inodes free.")
 async def test_the_floor_of_free_inodes_is_kept(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 16, inodes=400) as disk:

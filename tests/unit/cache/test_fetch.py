@@ -21,25 +21,6 @@ MIB = 1 << 20
 BIG = version("big", 20 * MIB + 123)
 
 
-async def test_a_reader_is_woken_when_its_bytes_are_there(parts: Parts) -> None:
-    stopped = trio.Event()
-
-    def stop_at_half(_key: str, offset: int) -> None:
-        if offset == MIB // 2:
-            parts.bucket.hold()
-            stopped.set()
-
-    parts.bucket.fault = stop_at_half
-    file = parts.cache.pin(BIG)
-    with trio.fail_after(LIMIT_S):
-        assert await parts.read_pinned(file, 0, 1000) == content(BIG)[:1000]
-        await stopped.wait()
-    assert parts.downloader.under_way == 1
-    parts.bucket.let_go()
-    await parts.quiet()
-    parts.cache.unpin(file)
-
-
 async def test_a_first_read_brings_the_first_bytes_and_a_jump_a_block(parts: Parts) -> None:
     await parts.read(BIG, 0, 10)
     await parts.read(BIG, 10 * MIB + 5, 10 * MIB + 10)

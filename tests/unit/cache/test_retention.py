@@ -43,17 +43,6 @@ def test_a_pin_covers_its_key_and_what_is_below() -> None:
     assert covers({hash("")}, "anything/at all")
 
 
-async def test_a_pinned_file_is_not_evicted_until_it_is_unpinned(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        await parts.cache.retention.add(["a"])
-        await fill(parts, "ab")
-        await empty(parts)
-        assert kept(parts, "ab") == "a"
-        await parts.cache.retention.remove_pins("a")
-        await empty(parts)
-        assert kept(parts, "a") == ""
-
-
 async def test_an_unpin_that_the_catalog_did_not_take_fails_and_can_be_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,15 +64,6 @@ async def test_an_unpin_that_the_catalog_did_not_take_fails_and_can_be_done_agai
         assert job.why is None
         await empty(parts)
         assert kept(parts, "a") == ""
-
-
-async def test_pins_outlive_a_restart(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        await parts.cache.retention.add(["a"])
-        await fill(parts, "ab")
-    async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        await empty(parts)
-        assert kept(parts, "ab") == "a"
 
 
 async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> None:

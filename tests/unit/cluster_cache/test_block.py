@@ -95,15 +95,6 @@ def test_no_frame_and_no_block_stands_for_another() -> None:
         read(DOMAIN, other, 0, FRAME, data, 1 << 20)
 
 
-def test_who_has_another_key_finds_and_writes_nothing_that_passes() -> None:
-    stranger = Domain("http://store:8333", "bucket", b"guess")
-    block = stranger.block(VERSION, 0)
-    assert block.name != BLOCKS[0].name
-    forged = stored(stranger, BLOCKS[1])
-    with pytest.raises(BadBlockError, match="was stored with another key"):
-        read(DOMAIN, BLOCKS[1], BLOCK, SIZE, forged, 1 << 20)
-
-
 def test_names_differ_with_all_that_makes_a_version() -> None:
     versions = [
         VERSION,

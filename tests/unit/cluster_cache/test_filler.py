@@ -13,12 +13,12 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import Downloader
 from fusefs.cluster_cache import filler
-from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain, FrameReader
+from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain
 from fusefs.cluster_cache.filler import Filler
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
 from fusefs.store.errors import AttemptError, from_status
 from fusefs.store.interface import ObjectVersion
-from tests.support.local_cache import Parts, cache_in, content
+from tests.support.local_cache import Parts, cache_in
 from tests.support.waiting import eventually
 
 DOMAIN = Domain("http://store", "bucket", b"secret")
@@ -104,19 +104,6 @@ async def case(tmp_path: Path) -> AsyncIterator[Case]:
         nursery.cancel_scope.cancel()
 
 
-async def test_what_came_from_s3_is_stored_once_it_is_whole(case: Case) -> None:
-    await case.fetch()
-    await eventually(lambda: case.filler.counted["stored"] == 2)
-    assert sorted(case.store.blocks) == sorted(case.names())
-    for start, name in zip((0, BLOCK), case.names(), strict=True):
-        block = DOMAIN.block(VERSION, start)
-        read = FrameReader(DOMAIN, block, block.start, block.stop).feed(case.store.blocks[name])
-        found = b"".join(bytes(data) for _, data in read)
-        assert found == content(VERSION)[block.start : block.stop]
-    assert not case.tier.missed
-    assert case.filler.queued == 0
-
-
 async def test_what_came_from_the_cluster_cache_is_not_stored(case: Case) -> None:
     await case.parts.fetch(VERSION)
     await wait_all_tasks_blocked()
@@ -145,17 +132,6 @@ async def test_what_a_reader_left_between_the_last_byte_and_the_end_is_stored(ca
     await eventually(lambda: case.store.blocks)
     assert list(case.store.blocks) == [name]
     case.parts.cache.unpin(file)
-
-
-async def test_only_what_is_wrong_is_replaced(case: Case) -> None:
-    for name in case.names():
-        case.store.blocks[name] = b"of another one"
-    await case.fetch()
-    await eventually(lambda: case.filler.counted["present"] == 2)
-    await case.parts.cache.evict(case.parts.cache.find(VERSION))
-    await case.fetch(state=StoredState.CORRUPT)
-    await eventually(lambda: case.filler.counted["stored"] == 2)
-    assert sorted(case.store.replaced) == sorted(case.names())
 
 
 @pytest.mark.parametrize(
@@ -239,25 +215,6 @@ async def test_after_a_failure_nothing_is_sent_for_a_while(case: Case) -> None:
     await case.fetch(ObjectVersion("other", '"etag"', 1000))
     await wait_all_tasks_blocked()
     assert (case.store.attempts, case.filler.queued) == (1, 1)
-
-
-async def test_a_job_waits_until_its_blocks_are_stored(case: Case) -> None:
-    case.store.gate = trio.Event()
-    await case.fetch()
-    file = case.pinned()
-    done = trio.Event()
-
-    async def job() -> None:
-        assert await case.filler.finish(file, 0, VERSION.size) == 0
-        done.set()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(job)
-        await wait_all_tasks_blocked()
-        assert not done.is_set()
-        case.store.gate.set()
-    assert sorted(case.store.blocks) == sorted(case.names())
-    case.parts.cache.unpin(file)
 
 
 async def test_a_job_learns_what_was_not_taken_and_does_not_wait_for_the_next_time(

@@ -181,14 +181,6 @@ NO_ANSWER = Failure(UnreachableError, "no answer", is_retryable=True)
 BROKEN = from_status(500, "InternalError", "")
 
 
-async def test_what_is_there_is_not_read_from_s3(case: Case, autojump_clock: MockClock) -> None:
-    case.blocks.fill(0, 1, 2)
-    await case.read()
-    await case.read(FRAME - 5, BLOCK + 7)
-    assert case.source.ranges == []
-    assert (case.counted("hits"), case.counted("misses")) == (5, 0)
-
-
 async def test_from_the_first_block_that_is_missing_on_s3_is_read(
     case: Case, autojump_clock: MockClock
 ) -> None:
@@ -302,20 +294,6 @@ async def test_an_answer_that_breaks_off_goes_on_from_s3_where_it_stopped(
     assert case.source.ranges == [(3 * FRAME, BLOCK)], "of a chunk of 1 MiB three frames are whole"
     assert case.counted("bytes_read") == 3 * FRAME
     assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.DOUBTFUL
-
-
-async def test_bytes_that_were_changed_are_never_written(
-    case: Case, autojump_clock: MockClock
-) -> None:
-    case.blocks.fill(0)
-    name = DOMAIN.block(VERSION, 0).name
-    changed = bytearray(case.blocks.stored[name])
-    changed[2 * FRAME + 100] ^= 1
-    case.blocks.stored[name] = bytes(changed)
-    await case.read(0, BLOCK)
-    assert case.source.ranges == [(2 * FRAME, BLOCK)]
-    assert case.counted("bad") == 1
-    assert case.tier.missed[BlockId(VERSION, 0)] is StoredState.CORRUPT
 
 
 async def test_a_block_that_is_too_short_is_a_bad_one(

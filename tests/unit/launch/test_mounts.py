@@ -40,14 +40,6 @@ def test_links_that_go_in_circles_end(tmp_path: Path) -> None:
         registry.resolve(tmp_path / "a")
 
 
-def test_a_mount_is_found_while_its_daemon_lives(
-    runtime: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
-    registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
-    assert registry.all_mounts() == [registration]
-    assert registry.registration_of(Path("/mnt/data")) == registration
-
-
 def test_the_record_of_a_dead_daemon_is_removed(
     runtime: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
@@ -236,14 +228,6 @@ async def test_only_the_owner_and_root_are_answered(
         else:
             with pytest.raises(control.ControlError, match="owner and root"):
                 await ask(path)
-
-
-async def test_the_socket_is_gone_when_its_server_is(tmp_path: Path) -> None:
-    path = tmp_path / "status.sock"
-    async with trio.open_nursery() as nursery:
-        await nursery.start(functools.partial(control_socket.serve, path, lambda request: request))
-        nursery.cancel_scope.cancel()
-    assert not path.exists()
 
 
 async def test_a_daemon_that_is_silent_is_not_waited_for(tmp_path: Path) -> None:
