@@ -1,10 +1,7 @@
 """How a driver that starts goes on with the mounts of the one before it."""
 
 import json
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,11 +10,7 @@ import pytest
 
 from csi.daemons.client import SupervisorClient
 from csi.generated import csi_pb2
-from csi.in_flight import Claims
-from csi.node import reconciler
 from csi.node.config import SUPERVISOR
-from csi.node.mount_record import MountRecord
-from csi.node.reconciler import AT_ONCE, Reconciler
 from fusefs.launch import control
 from fusefs.launch.launcher import SupervisorAddress
 from tests.support.csi.daemons import daemons_of
@@ -30,101 +23,7 @@ from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
-VOLUMES = 20
 FLAGS = ("--daemons=there",)
-
-
-def a_record(key: str, volume_id: str) -> MountRecord:
-    return MountRecord(key, volume_id, f"/mounts/{key}", "s3://b", "me", 1, "", "", 0.0)
-
-
-class PlayedMounts:
-    """Mounts that pods use, and that have no keeper. Those of `hanging` take for ever."""
-
-    def __init__(self, volumes: list[str], hanging: Sequence[str] = ()) -> None:
-        self.records = self
-        self._all = [a_record(str(number), volume) for number, volume in enumerate(volumes)]
-        self._hanging = hanging
-        self._lock = threading.Lock()
-        self.let_go = threading.Event()
-        self.begun: Counter[str] = Counter()
-        self.at_work = 0
-        self.most_at_work = 0
-
-    def all(self) -> list[MountRecord]:
-        return self._all
-
-    def read(self, key: str) -> MountRecord:
-        return self._all[int(key)]
-
-    def references(self, *_: Any) -> list[str]:
-        return ["/pods/one"]
-
-    def unknown(self) -> list[str]:
-        return []
-
-    def ensure_held(self, record: MountRecord, _deadline: float) -> None:
-        with self._lock:
-            self.begun[record.volume_id] += 1
-            self.at_work += 1
-            self.most_at_work = max(self.at_work, self.most_at_work)
-        if record.volume_id in self._hanging:
-            self.let_go.wait(PATIENCE_S)
-        else:
-            time.sleep(0.01)
-        with self._lock:
-            self.at_work -= 1
-
-
-class PlayedWarming:
-    def is_awaited(self, _key: str) -> bool:
-        return False
-
-
-def reconciler_of(mounts: Any) -> Reconciler:
-    played: Any = PlayedWarming()
-    draining: Any = None
-    return Reconciler(mounts, Claims(), draining, played)
-
-
-def names(count: int) -> list[str]:
-    return [f"volume-{number}" for number in range(count)]
-
-
-def test_mounts_that_hang_keep_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconciler, "WORKING_S", 0.1)
-    hanging = names(2 * AT_ONCE)
-    mounts = PlayedMounts(names(VOLUMES), hanging)
-    looking = reconciler_of(mounts)
-    try:
-        for rounds in (1, 2):
-            looking.reconcile_all()
-            wanted = {name: 1 if name in hanging else rounds for name in names(VOLUMES)}
-            until(lambda wanted=wanted: mounts.begun == wanted, "all others have their turn")
-            until(lambda: mounts.at_work == len(hanging), "they are done")
-    finally:
-        mounts.let_go.set()
-
-
-def test_no_more_are_gone_on_with_at_a_time_than_the_processors_bear() -> None:
-    mounts = PlayedMounts(names(VOLUMES), names(VOLUMES))
-    looking = threading.Thread(target=reconciler_of(mounts).reconcile_all, daemon=True)
-    looking.start()
-    try:
-        until(lambda: mounts.at_work == AT_ONCE, "some are at work")
-        time.sleep(0.1)
-        assert mounts.begun.total() == AT_ONCE
-    finally:
-        mounts.let_go.set()
-    until(lambda: mounts.begun.total() == VOLUMES, "all have their turn")
-    assert mounts.most_at_work == AT_ONCE
-
-
-def test_all_mounts_of_one_volume_have_their_turn() -> None:
-    mounts = PlayedMounts(["volume"] * 5)
-    reconciler_of(mounts).reconcile_all()
-    until(lambda: mounts.begun.total() == 5 and not mounts.at_work, "all are done")
-    assert mounts.most_at_work == 1
 
 
 def held(node: Node) -> list[tuple[int, int]]:

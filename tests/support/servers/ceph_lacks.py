@@ -46,7 +46,6 @@ LACKS = {
     ],
     "it takes keys of customers over TLS alone": [
         "tests/store/writes/test_customer_key.py::test_the_key_goes_with_each_request_*",
-        "tests/store/writes/test_customer_key.py::test_what_the_server_has_is_encrypted",
         "tests/store/writes/test_customer_key.py::test_a_mount_and_its_next_daemon_have_the_key_*",
     ],
     "it fails at an upload in parts under a key with a control character": [
