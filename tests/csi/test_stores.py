@@ -237,15 +237,6 @@ def test_keys_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "secret", [{"accessKeyId": "a"}, {"password": "hidden"}, {"accessKeyId": ""}]
-)
-def test_a_secret_without_keys_is_refused_without_showing_it(secret: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        keys_from(secret)
-    assert "hidden" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("text", "prefix"),
     [
         ("", ""),

@@ -8,7 +8,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -90,63 +89,6 @@ async def test_no_secret_is_in_the_log(
     assert caplog.records
     assert shared.server.secret_key not in caplog.text
     assert "Signature=" not in caplog.text
-
-
-async def complaint(shared: Bucket, faulty: FaultyS3, **settings: Any) -> str:
-    """What `check` says, which must be one line that does not sound like a library."""
-    async with opened(shared, faulty, **settings) as store:
-        with pytest.raises(StoreError) as raised:
-            await store.check("")
-    text = str(raised.value)
-    assert "\n" not in text
-    assert not any(word in text for word in ("Errno", "ListObjectsV2", "botocore", "HTTPConn"))
-    return text
-
-
-async def test_a_missing_bucket_is_named(shared: Bucket, faulty: FaultyS3) -> None:
-    text = await complaint(shared, faulty, bucket="no-such-bucket")
-    assert "s3://no-such-bucket/" in text
-    assert "there is no such bucket" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "part"),
-    [
-        ("AWS_ACCESS_KEY_ID", "UNKNOWN", "the store does not know the access key"),
-        ("AWS_SECRET_ACCESS_KEY", "wrong", "the secret key does not match"),
-        ("AWS_ACCESS_KEY_ID", None, "no AWS credentials were found"),
-        ("AWS_PROFILE", "nope", "there is no AWS profile 'nope'"),
-    ],
-)
-async def test_wrong_credentials_are_distinguished(
-    shared: Bucket,
-    faulty: FaultyS3,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str | None,
-    part: str,
-) -> None:
-    if value is None:
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    else:
-        monkeypatch.setenv(name, value)
-    assert part in await complaint(shared, faulty)
-
-
-async def test_a_profile_wins_over_keys_in_the_environment(
-    shared: Bucket, faulty: FaultyS3
-) -> None:
-    assert "there is no AWS profile 'nope'" in await complaint(shared, faulty, profile="nope")
-
-
-async def test_an_unreachable_endpoint_is_named_once(shared: Bucket, faulty: FaultyS3) -> None:
-    text = await complaint(shared, faulty, endpoint_url="http://127.0.0.1:1")
-    assert text.endswith("no connection to http://127.0.0.1:1: connection refused")
-
-
-async def test_a_missing_ca_bundle_is_named(shared: Bucket, faulty: FaultyS3) -> None:
-    assert "/nonexistent" in await complaint(shared, faulty, ca_bundle="/nonexistent")
 
 
 KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "secret"}

@@ -178,21 +178,6 @@ def test_a_prefix_with_nothing_below_it_is_mentioned(attempts: Attempts, shared:
         fusefs("umount", attempts.mountpoint)
 
 
-@pytest.mark.parametrize(
-    ("options", "source"),
-    [
-        (("--cache-size", "lots"), None),
-        (("--endpoint-url", "localhost"), None),
-        (("--no-such-option",), None),
-        ((), "http://bucket"),
-    ],
-)
-def test_a_command_line_that_cannot_be_read(
-    attempts: Attempts, options: tuple[str, ...], source: str | None
-) -> None:
-    assert (source or options[0]) in attempts.refused(*options, source=source)
-
-
 def test_a_mountpoint_that_is_not_an_empty_directory(attempts: Attempts) -> None:
     (attempts.mountpoint / "file").write_text("")
     assert "is not empty" in attempts.refused()

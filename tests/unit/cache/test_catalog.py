@@ -34,13 +34,6 @@ def ranges(found: Row | None) -> list[tuple[int, int]]:
     return list(RangeMap.unpack(found.ranges))
 
 
-def test_a_row_comes_back_after_a_restart(tmp_path: Path) -> None:
-    first = catalog(tmp_path)
-    assert first.record([row("a", (0, 10), (20, 30))]) == ([True], (20, 1))
-    first.close()
-    assert catalog(tmp_path).newest(1000) == [row("a", (0, 10), (20, 30))]
-
-
 def test_ranges_are_merged_with_what_another_mount_recorded(tmp_path: Path) -> None:
     one, other = catalog(tmp_path), catalog(tmp_path)
     one.record([row("a", (0, 10))])

@@ -121,15 +121,6 @@ OLD = version("old", MIB)
 NEW = version("new", MIB)
 
 
-async def test_what_was_cached_is_cached_under_the_new_key(parts: Parts) -> None:
-    await parts.fetch(OLD)
-    assert await parts.cache.move(OLD, NEW)
-    assert parts.cache.find(OLD) is None
-    assert await parts.read(NEW, 0, MIB) == content(OLD)
-    assert len(parts.files()) == 1
-    assert len(parts.bucket.requested) == 1
-
-
 async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
     """Also where both names reach the catalog in one batch, or the catalog had the old one."""
     other, newer, newest = version("other", MIB), version("newer", MIB), version("newest", MIB)

@@ -189,11 +189,6 @@ def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
     assert WriteOptions.of(read_options({}, [], is_inline=False).wanted) == WriteOptions()
 
 
-def test_a_customer_key_is_no_volumes_to_name() -> None:
-    with pytest.raises(InvalidArgumentError, match="customerKey: the volume's Secret has the key"):
-        read_options({"customerKey": "/etc/shadow"}, [], is_inline=False)
-
-
 @pytest.mark.parametrize(
     ("pod", "part"),
     [

@@ -6,9 +6,9 @@ import pytest
 
 from fusefs.cli import status_report
 from fusefs.cli.warm import together
-from fusefs.daemon.jobs.cache_warmer import MOST_NAMED, JobSpec, WarmJob
+from fusefs.daemon.jobs.cache_warmer import JobSpec, WarmJob
 from fusefs.daemon.jobs.selection import Selected, Selector, Shard
-from fusefs.store.errors import AccessDeniedError, NotFoundError, StoreError
+from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from tests.support.local_cache import Bucket
 from tests.support.memory_store import MemoryStore
@@ -94,14 +94,6 @@ async def test_the_root_is_everything_of_the_mount() -> None:
     assert roots == ["p"]
 
 
-@pytest.mark.parametrize(
-    ("path", "why"), [("tra", "no such file"), ("x*/y", "nothing in the bucket matches")]
-)
-async def test_what_is_not_there_is_an_error(path: str, why: str) -> None:
-    with pytest.raises(NotFoundError, match=why):
-        await select(path)
-
-
 async def lines(bucket: Bucket, *paths: str) -> tuple[list[str], list[tuple[int, str]]]:
     keys: list[str] = []
     missed: list[tuple[int, str]] = []
@@ -180,15 +172,6 @@ def test_several_paths_are_shown_as_one() -> None:
     assert status_report.progress(together([first, second])) == "50%, 2.0 of 4.0 GiB, ETA 1 min"
     listing = job(bytes=GIB, is_listed=False)
     assert status_report.progress(together([second, listing])) == "1.0 of at least 4.0 GiB"
-
-
-def test_files_that_cannot_be_read_are_named_up_to_a_number() -> None:
-    one = WarmJob(JobSpec("a"), 0.0)
-    for number in range(MOST_NAMED + 3):
-        one.fail(f"a/{number}", AccessDeniedError("access denied"))
-    report = status_report.warm_progress({**one.describe_within(LIMIT), "state": "ended"})
-    assert "13 files can't be read: a/0 (access denied), a/1 " in report
-    assert report.endswith("a/9 (access denied) and 3 more")
 
 
 def test_the_time_left_follows_from_the_speed_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
