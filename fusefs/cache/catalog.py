@@ -236,7 +236,7 @@ class Catalog:
         return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
-        """Read a page of the rows after `after` by (last use, name), without retained files."""
+        """Read the page of rows behind `after`, by (last use, name), without retained files."""
         return self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return True per row (False: another file's row), and the total."""
+        """Insert or extend rows; return True for each (False: another file's), and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -446,7 +446,7 @@ class Catalog:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
-        """Write a row, add its checksums to `sums`; return the growth, None for another's row."""
+        """Write a row, add its checksums to `sums`; return the total's growth, None if refused."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0

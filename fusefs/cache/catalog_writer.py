@@ -126,7 +126,7 @@ class CatalogWriter:
         return sum(not file.recorded and file.present.total > 0 for file in pending)
 
     def retain(self, key: str, name: str) -> None:
-        """Schedule the retention of the file `name` of a key of the bucket."""
+        """Schedule the exclusion from eviction of the file `name`, a version of `key`."""
         self._retaining[key] = name
 
     @property

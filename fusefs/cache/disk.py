@@ -163,7 +163,7 @@ class Disk:
         return -1
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file; return its descriptor if a program maps it, else -1; None if in use."""
+        """Unlink a file unless in use (then None); return its descriptor if mapped, else -1."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)

@@ -108,7 +108,7 @@ class Download:
         self.on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Note that a reader waits for [start, stop); return how many bytes no other waited for."""
+        """Note that a reader waits for [start, stop); return how many bytes are waited for anew."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new
@@ -131,7 +131,7 @@ class Download:
         )
 
     def unwant(self) -> None:
-        """End the interest of a prefetch or job; cancel the download if nothing else wants it."""
+        """Reduce `wanted` by a prefetch or job; cancel the download if nothing else wants it."""
         self.wanted -= 1
         self.cancel_if_unwanted()
 
@@ -299,7 +299,7 @@ class Downloader:
         """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
 
         Stops early if the cache has no room for a file that was not opened yet. The caller must
-        call each one's `unwant` in the end; `on_end` is called when one started here has ended.
+        call `unwant` on each download. `on_end` is called with each that starts here, at its end.
         """
         started = []
         at = start

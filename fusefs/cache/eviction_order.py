@@ -78,7 +78,7 @@ class Forecast(Protocol):
 
     @property
     def frontier(self) -> float:
-        """The time of the next use to fetch for; files used later may be evicted for it."""
+        """The time of the next use to fetch a file for; files used later may be evicted for it."""
 
     def next_use(self, file: CacheFile) -> float | None:
         """The time of a file's next use; inf if it will not be used again, None if unknown."""
@@ -241,12 +241,12 @@ class EvictionOrder:
         return -math.inf, None
 
     def unload(self, file: CacheFile) -> None:
-        """Remove from the order a file that stays in the cache but leaves memory."""
+        """Remove a file, which stays in the cache but leaves memory, from the order."""
         self.leave(file)
         self._end_ahead(file)
 
     def forget(self, file: CacheFile) -> None:
-        """Remove from the order a file that was evicted or otherwise removed from the cache."""
+        """Remove a file, which was evicted or otherwise left the cache, from the order."""
         self.unload(file)
         if file.last_use is not None:
             oldest = self.fetched - REMEMBERED * self._room.limit

@@ -45,7 +45,7 @@ class Evictor:
         """Reserve `wanted` bytes, evicting files if needed; False if they do not fit.
 
         Files used at or after `keep_used_since` (seconds since the epoch) are not evicted; with
-        `is_ahead` only files of less value than one that is fetched ahead are.
+        `is_ahead` only files of less value than a file fetched ahead are evicted.
         """
         if self._quota.reserve(wanted):
             return True

@@ -266,7 +266,7 @@ class FileCache:
             self._catalog_writer.lost(file)
 
     def _let_go(self, file: CacheFile) -> trio.Event | None:
-        """End a file's passthrough registration; return an event set then; None if it has none."""
+        """End a file's passthrough registration, if any; return an event for its end, or None."""
         return self._backing.drop(file) if self._backing is not None else None
 
     def _unlink(self, file: CacheFile) -> None:
@@ -341,7 +341,7 @@ class FileCache:
     def keep_open(self, file: CacheFile, nursery: trio.Nursery) -> None:
         """Keep a prefetched file open for a while: compiled code can then answer its first open.
 
-        For passthrough a task of `nursery` registers it.
+        For passthrough a task of `nursery` registers the file.
         """
         if file not in self._kept_open:
             self.pin_again(file)

@@ -62,7 +62,7 @@ class Residency:
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
-        """Load those files with these names that the catalog has."""
+        """Load the files with these names; names that the catalog lacks are ignored."""
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:

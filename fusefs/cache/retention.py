@@ -1,4 +1,4 @@
-"""The cached files that are never evicted: those at or below the paths of `fusefs pin`.
+"""The cached files that are never evicted: the files at or below the paths of `fusefs pin`.
 
 A pin names a key of a bucket, or a prefix without its last slash, and covers every version of the
 objects there. Pins are in the cache directory's catalog, for all mounts. In memory each mount has a

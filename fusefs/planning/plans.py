@@ -41,9 +41,9 @@ LONGEST_READER = 100  # the name is hexadecimal in a file's name
 MOST_RECORDED = 1 << 20
 RECORD_PIECE = 500
 RECORD_S = 30.0
-# Files that are placed before other tasks have their turn.
+# The number of files that `_reorder` places before other tasks have their turn.
 FILES_TURN = 500
-# Files being opened that were not complete in the cache.
+# The most remembered files that are being opened and were not complete in the cache.
 MOST_LATE = 4096
 # Bytes of a text that are processed before other tasks have their turn.
 TURN = 1 << 16
@@ -279,7 +279,7 @@ class Plans:
 
     @property
     def frontier(self) -> float:
-        """The time of the next use to prefetch for; files used later may be evicted for it."""
+        """The time of the next use to fetch a file for; files used later may be evicted for it."""
         ahead = max((self._prefetcher.frontier(plan) for plan in self._active), default=math.inf)
         return self._clock + ahead
 

@@ -142,7 +142,7 @@ class Plan:
         return self.has_all and self.low >= self.size
 
     def add(self, text: bytes) -> list[int]:
-        """Add entries of a piece of the text, which the file has; return their checksums."""
+        """Add the entries in a piece of text, already in the file; return their checksums."""
         *entries, self._rest = (self._rest + text).split(b"\0")
         self.text_bytes += len(text)
         start, at = self._start_mark, self._next_offset

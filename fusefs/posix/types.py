@@ -188,7 +188,7 @@ async def find(store: Store, key: str) -> ObjectInfo | None:
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:
-    """Await an operation, turning a StoreError into an OSError; nothing else turns them."""
+    """Await an operation; raise its StoreError as an OSError (this is done nowhere else)."""
     try:
         return await answer
     except StoreError as error:

@@ -49,7 +49,7 @@ def _candidates(
 
 
 def _examined(catalog: Catalog, file: CacheFile, found: OpenFile) -> OpenFile:
-    """Compare a small file, unless this process has done so; return it with `fault` and `sums`."""
+    """Compare a small file with its sums, unless done before; add `fault` and `sums` to `found`."""
     if file.size > CHECKED_AT_OPEN or (found.ranges is None and file.is_checked):
         return found
     present = file.present if found.ranges is None else RangeMap.unpack(found.ranges)

@@ -248,7 +248,7 @@ def sums_in(
 def examine(
     read: Read, sums: list[Sum], present: RangeMap
 ) -> tuple[OSError | Sum | None, list[Sum]]:
-    """Compare a file; return its fault or None, and new sums of bytes that had none. Blocks.
+    """Compare present bytes; return a fault or None, and new sums of bytes without. Blocks.
 
     A fault is a sum that does not match its bytes, or the disk's error.
     """

@@ -21,11 +21,11 @@ from fusefs.store.interface import ObjectInfo
 
 # Until a guess was right, at most an eighth of the current file's size is fetched of the next file.
 FIRST_SHARE = 8
-# Following files of the listing that are considered.
+# The number of next files in the listing that are considered.
 LOOKED_AT = 64
-# Files that were begun and not opened yet, of all folders.
+# The most files that were begun and not opened yet, in all folders.
 MOST_BEGUN = 32
-# Files that were read and whose next file is remembered.
+# The most files for which the next file is remembered.
 MOST_READ = 1024
 # The number of last guesses that count; while most are wrong, one in TRY_EACH is made.
 REMEMBERED = 16

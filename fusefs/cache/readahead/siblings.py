@@ -35,7 +35,7 @@ UNREAD_EACH = 8
 MOST_UNREAD = 4096
 # The share of the cache for files that were fetched ahead and not opened yet.
 UNREAD_SHARE = 0.25
-# Folders whose files are fetched ahead.
+# The most folders whose files are fetched ahead.
 MOST_FOLDERS = 1024
 # One miss in a folder suffices as long as at least one in this many files that were fetched
 # ahead was opened.

@@ -181,7 +181,7 @@ class RandomReads:
         self._scope: trio.CancelScope | None = None
 
     def waited(self, began: float, ended: float, *, are_long: bool) -> None:
-        """Count the time a read has waited; time that several reads wait for counts once.
+        """Count the time a read has waited; time in which several reads wait counts once.
 
         `are_long` says that the stretches read are long, so the whole file will probably be read.
         """

@@ -2,8 +2,8 @@
 
 A page of a directory that changed recently expires soon, and a page of one that has not
 changed for long is used longer. `belief_s` computes this time, the page's *belief*;
-listings.py remembers when a directory changed last, as far as this node can tell: by its
-objects' Last-Modified, a page that differs from the one before, an ETag that a GET missed.
+listings.py remembers when a directory changed last, as far as this mount can tell: by its
+objects' Last-Modified, a page that differs from the page before, an ETag that a GET missed.
 
 A page is used in two ways. Its names are shown, with their attributes, for at least a second, so
 that `ls -l` costs one LIST. To open a file, to tell that a name is missing, and to begin to list
@@ -30,8 +30,8 @@ QUIET_S = 2 * HOT_S
 STILL_S = 3600.0
 # A program counts as creating many files after this many in a row, with shorter pauses than this
 # after each. A LIST for each would nearly double the time and the requests of a small file, which
-# is one PUT. If nodes wait for each other the pauses are longer, as the other node's work takes
-# several requests.
+# is one PUT. If machines wait for each other the pauses are longer, as the other machine's work
+# takes several requests.
 MANY = 8
 LONGEST_PAUSE_S = 0.1
 

@@ -78,7 +78,7 @@ class Directories:
     `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for ever);
     requests ahead run in `nursery`. When a directory turns out to have changed, its nodes in
     `inodes` are doubted: their next opens ask the bucket. All listings together keep
-    `most_entries`. Methods that request a listing raise StoreError if that fails.
+    `most_entries` at most. Methods that request a listing raise StoreError if that fails.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Directories:
     def changed(
         self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool = False
     ) -> None:
-        """Note that this mount changed the entry of a name; `lasting`: the bucket lacks it yet."""
+        """Note that this mount changed a name's entry; `lasting`: the bucket lacks the change."""
         directory = self.get(prefix)
         if not isinstance(entry, Absent):
             self.head_policy.changed(prefix)

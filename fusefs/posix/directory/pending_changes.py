@@ -35,7 +35,7 @@ MOST_FORMER = 4096
 
 
 class PendingChanges:
-    """The changes of all directories. Times are seconds of the monotonic clock."""
+    """This mount's changes of names in all directories. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         # By prefix and name: the changes that last, and the recent ones with their times.
@@ -82,7 +82,7 @@ class PendingChanges:
             self._forget_before(min(self._listings.values(), default=now), MOST_KEPT)
 
     def landed(self, prefix: str, name: str) -> None:
-        """Note that the bucket has the last change of a name, which does not last any more."""
+        """Note that the bucket has a name's last change, which is no longer `lasting`."""
         _drop(self._lasting, prefix, name)
 
     def _forget_before(self, oldest: float, most: int = 0) -> None:

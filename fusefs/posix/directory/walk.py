@@ -167,7 +167,7 @@ async def run_ahead(load: Callable[..., Awaitable[object]], *args: object) -> No
 
 
 def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[str, ListPage]:
-    """Group a flat page by directory below `prefix`, adding to the incomplete ones in `begun`."""
+    """Group a flat page by directory below `prefix`; complete the pages of `begun` with it."""
     pages = dict(begun)
 
     def page_of(folder: str) -> ListPage:

@@ -199,7 +199,7 @@ class CreateRemove(MountPart):
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Put an object if its key is free, else EEXIST; without store conditions, look before."""
+        """Put an object, or EEXIST if the key exists: by a condition, or by looking first."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -442,7 +442,7 @@ class CreateRemove(MountPart):
         await self._writer.removals.flush_below(prefix)
         if self._directories.pending_changes.has_lasting(prefix):
             return False
-        # Another node may have put an object there since the last listing.
+        # Another client may have put an object there since the last listing.
         segment = await self._directories.look_again(self._directories.get(prefix))
         return not segment.entries and not segment.has_hidden
 

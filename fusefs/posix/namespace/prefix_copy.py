@@ -89,7 +89,7 @@ class PrefixCopy:
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
-        """Find an earlier run's copies, for `undo`; but for markers none is after `until_ns`."""
+        """Find an earlier run's copies, for `undo`; except markers, none is after `until_ns`."""
         listed, there, pairs = await self._list_both()
         for source, copy in pairs:
             if _is_marker(copy) or _is_until(copy, until_ns):
@@ -109,7 +109,7 @@ class PrefixCopy:
     async def _list_both(
         self,
     ) -> tuple[list[ObjectInfo], dict[str, ObjectInfo], list[tuple[ObjectInfo, ObjectInfo]]]:
-        """List both prefixes; return the old objects, the new ones by old key, (source, copy)."""
+        """List both prefixes; return old objects, new ones by old key, and (source, copy) pairs."""
         listed = await list_all(self._store, self.old)
         below = await list_all(self._store, self.new)
         there = {self.old + info.key[len(self.new) :]: info for info in below}

@@ -203,7 +203,7 @@ class NameChanges(CreateRemove):
             self._check_deleting(new[1])
 
     def _replaced(self, new: Name, *, is_repeated: bool) -> Inode | None:
-        """The node that a rename replaces, or None; a repeated request may know its staged file."""
+        """Find the node that a rename replaces, or None; if repeated, first by its staged file."""
         if is_repeated:
             for staged in self._writer.staging:
                 if staged.key == self._key(new) and not staged.is_unlinked:

@@ -70,9 +70,9 @@ class RenameJob:
     """The recorded rename of one directory. The task that works on it holds `lock`.
 
     The record's NUMBER is the time of its begin, in ns. `has_replaced`: there was an empty
-    directory of the new name; `is_ours`: this process began the rename. `until_ns` is as in the
-    record. `is_safe`: the record of the phase is safe against a power cut. `known_at` is when this
-    process began or found the rename, in monotonic seconds.
+    directory of the new name; `is_ours`: this process began the rename. Objects younger
+    than `until_ns` stay. `is_safe`: the record of the phase is safe against a power cut. `known_at`
+    is when this process began or found the rename, in monotonic seconds.
     """
 
     path: Path
@@ -235,7 +235,7 @@ class RenameJobs:
         return [job.pending() for job in found]
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
-        """Record a rename, safe against a power cut; `closure` stays closed until its end."""
+        """Record a rename, safe against a power cut, and keep `closure` closed until its end."""
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)

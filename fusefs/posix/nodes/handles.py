@@ -95,7 +95,7 @@ class HandleTable:
         self.restored[handle.unique] = handle.fh
 
     def opened_by(self, unique: int) -> int:
-        """The handle that an earlier process opened for this request before it died, else 0."""
+        """The number of the handle that an earlier process opened for this request, or 0."""
         return self.restored.pop(unique, 0) if self.restored else 0
 
     def open_file(
@@ -107,7 +107,7 @@ class HandleTable:
         flags: int,
         unique: int,
     ) -> FileHandle:
-        """Add a new handle and log it; a backing id of 0 means that it is served."""
+        """Add a new handle and log it; with a backing id of 0 the handle is served."""
         handle = FileHandle(self.next_fh, inode, version, file, backing_id, flags, unique)
         self.next_fh += 1
         self.add_file(handle)

@@ -425,7 +425,7 @@ class StagedFile:
 
     @property
     def appended_from(self) -> int | None:
-        """The offset from which on the bucket lacks the content; None if it lacks other bytes."""
+        """The offset from which on the bucket lacks the content; None if it lacks more bytes."""
         if not self.only_appended:
             return None
         return self.kept_size if self.etag is not None else 0
@@ -447,7 +447,7 @@ class StagedFile:
         return os.fstat(self.fd).st_size
 
     def stamp(self) -> tuple[int, int]:
-        """The content's size and modification time (ns); each change of it changes them."""
+        """The content's size and modification time (ns), which differ after each change."""
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 

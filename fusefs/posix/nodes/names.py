@@ -1,4 +1,4 @@
-"""Object keys to file names and back.
+"""Conversion of object keys to file names and back.
 
 A directory is a prefix that ends in `/`; its names are the parts of keys
 between that prefix and the next `/`. Most keys map one to one. Keys that no

@@ -19,7 +19,7 @@ class KernelNotifier:
         """Make the kernel look up all cached names again before use; returns at once."""
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Make the kernel drop those of the given nodes that no program uses; False if it can't."""
+        """Make the kernel drop the given nodes that no program uses; return False if it can't."""
         return False
 
     async def was_killed(self, pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""A lock that keeps changes of names and renames of directories above them apart.
+"""A lock that lets no name be changed while a directory above it is being renamed.
 
 A change reads the key that it works on and then waits for the bucket. If a directory
 above the key were renamed meanwhile, the change would land where no program looks for

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-# Names with a random part: no two nodes create the same one, and no program waits for it. All
+# Names with a random part: no two machines create the same name, no program waits for it. All
 # files below a directory of such a name (uv unpacks into one) are temporary.
 _RANDOM = re.compile(
     r"""
@@ -37,7 +37,7 @@ _FILE = re.compile(
 
 
 def has_random_part(path: str) -> bool:
-    """True if a name in the path has a random part: no other node creates the same file."""
+    """True if a name in the path has a random part: no other machine creates the same file."""
     return any(map(_RANDOM.fullmatch, path.split("/")))
 
 

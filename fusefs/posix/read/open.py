@@ -1,4 +1,4 @@
-"""The decision about an open.
+"""Opens of files: the node and version that a handle gets, and who answers its reads.
 
 1. Does the name still stand for this node? If the last answer of the bucket has
    expired (directory/freshness.py), the bucket is asked again before cached bytes are
@@ -8,8 +8,8 @@
    file) can't be redirected; it is recognised as it repeats the open without a
    lookup (`Redirects`), and gets the old node (`_open_anyway`).
 2. Is the version whole in the cache? A small file is fetched first.
-3. A whole file is opened for passthrough if no handle of the node is served. If
-   an older handle is, the name gets a new node (ESTALE as in 1), so that one handle
+3. A whole file is opened for passthrough if no handle of the node is served. If an
+   older handle is served, the name gets a new node (ESTALE as in 1), so that one handle
    from before the fetch does not prevent passthrough for all later ones. A file that
    is not whole is served.
 """
