@@ -39,7 +39,7 @@ class BadBlockError(Exception):
 
 # A tuple for speed: each small file that is fetched makes some of these.
 class BlockId(NamedTuple):
-    """Identity of a block: a version and the block's number. Computing its name takes a hash."""
+    """Identity of a block: a version and the block's number; `Domain.named` computes its name."""
 
     version: ObjectVersion
     number: int
@@ -67,7 +67,7 @@ class Block:
     stop: int
 
     def stored_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of the stored block with the frames of the object's [start, stop)."""
+        """Return the stored block's byte range of the frames with the object's [start, stop)."""
         first, last = self._frame_at(start), self._frame_at(stop - 1)
         end = min(self.start + (last + 1) * FRAME, self.stop)
         return first * (FRAME + TAG), end - self.start + (last + 1) * TAG
@@ -85,7 +85,7 @@ class Block:
 class Domain:
     """The blocks of one bucket's objects, named and checked with one key.
 
-    `key` is a secret that all nodes of the domain share; with an empty one, anybody can write valid
+    `key` is a secret that all nodes of the domain share; with an empty key, anybody can write valid
     blocks. All blocks are below `prefix`, which depends on key, endpoint and bucket.
     """
 

@@ -101,7 +101,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
 
     def note_failure(self, weight: float = 1.0) -> None:
-        """Count a failure of this weight; a failed probe or FAILURES of them open the breaker."""
+        """Add a failure's weight; a sum of FAILURES, or a failed probe, opens the breaker."""
         self._failures += weight
         if self.state is BreakerState.PROBED or self._failures >= FAILURES:
             self.opened += self.state is BreakerState.CLOSED

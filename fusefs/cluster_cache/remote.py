@@ -47,7 +47,7 @@ _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
 @contextmanager
 def _renewing(requester: Requester) -> Iterator[None]:
-    """Make the next request look for other credentials if the current ones are refused."""
+    """Make the next request look for other credentials if the block's request is refused."""
     try:
         yield
     except AttemptError as error:

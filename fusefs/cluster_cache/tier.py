@@ -465,7 +465,7 @@ class ClusterTier:
         """Record the result of a lookup; `error` is S3's, if S3 was read as well and failed.
 
         Raises:
-            StoreError, OSError: as `_race`.
+            StoreError, OSError: see `_race`.
         """
         self._note(lookup)
         if lookup.race.winner == "cluster":
@@ -493,7 +493,7 @@ class ClusterTier:
     async def retry_lookup(self, block: Block) -> LookupOutcome | None:
         """Look up again a block that gave no answer, and return the outcome; no reader waits.
 
-        None while the breaker is open: the result would say nothing about this block.
+        Returns None while the breaker is open: a lookup would say nothing about this block.
         """
         return (await self._try(block)).outcome if self.breaker.is_closed else None
 

@@ -273,7 +273,7 @@ class FusefsFileSystem(AbstractFileSystem):
 
 
 def _is_renamed(source: str, target: str) -> bool:
-    """Rename a file or directory, into `target` if that is a directory; False if on other mounts.
+    """Rename `source` to `target`, or into it if it is a directory; return False between mounts.
 
     `shutil.move`, as `LocalFileSystem` uses it, copies if a rename fails for any reason.
     """
@@ -293,7 +293,7 @@ def _is_renamed(source: str, target: str) -> bool:
 
 
 def _shares(paths: list[str]) -> list[list[int]]:
-    """Split the ranges' indexes into about READS lists, each of one path, for one thread."""
+    """Return about READS lists of indexes into `paths`, each for one path and one thread."""
     numbers: dict[str, list[int]] = {}
     for number, path in enumerate(paths):
         numbers.setdefault(path, []).append(number)

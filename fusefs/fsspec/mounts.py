@@ -60,7 +60,7 @@ class BucketMounts:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Forget all mounts. A child shares the descriptor, which reports a change only once."""
+        """Forget all mounts. A forked child must, as a shared descriptor reports changes once."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -77,13 +77,13 @@ class BucketMounts:
     def find(
         self, path: str, *, for_writing: bool = False, endpoint: str | None = None
     ) -> BucketMount:
-        """Return the mount of `bucket/key`: longest prefix first, then writable.
+        """Return the mount of `bucket/key` with the longest prefix, a writable one if possible.
 
         With an S3 `endpoint`, only its mounts count: other stores' buckets may have the same name.
 
         Raises:
             NotMountedError: no mount has it.
-            OSError: the mount is read-only, and `for_writing`.
+            OSError: `for_writing` is set, and the mount is read-only.
         """
         found = [place for place in self.all() if place.has(path)]
         if endpoint is not None:

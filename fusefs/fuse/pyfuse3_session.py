@@ -81,7 +81,7 @@ class PyfuseSession:
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """False, as the mount does not outlive this process, and the reason."""
+        """A pair: False, as the mount does not outlive this process, and the reason."""
         return False, "a mount of the pyfuse3 session ends with its daemon"
 
     async def run(self) -> bool:

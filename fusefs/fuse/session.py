@@ -234,8 +234,8 @@ class Session:
     async def run(self) -> bool:
         """Answer requests until the file system is unmounted or `stop_reading` is called.
 
-        Returns True if it was unmounted. Cancelling stops between two requests
-        and leaves the mount as it is.
+        Returns True if the file system was unmounted. Cancelling stops between two
+        requests and leaves the mount as it is.
         """
         is_unmounted = False
         async with trio.open_nursery() as watching:

@@ -71,7 +71,7 @@ ATTACHED = _ALWAYS | {
 
 
 class Broker:
-    """The broker's session with a daemon, over the socket `daemon`; WELCOME tells it its `task`."""
+    """A broker's session with one daemon over the socket `daemon`; `task` is the daemon's task."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Broker:
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
-        """Run the session until the keeper is dead; return True if this process succeeds it."""
+        """Run the session until the keeper dies; return True if this process becomes the keeper."""
         self._keeper = keeper
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)

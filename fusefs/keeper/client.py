@@ -43,7 +43,7 @@ class Welcome:
 
 @dataclass(slots=True)
 class TakenMount:
-    """The last daemon's mount: its /dev/fuse `fd`, and {backing id: (st_dev, st_ino)} `backing`."""
+    """The last daemon's mount: its /dev/fuse `fd`, and `backing` ids: {id: (st_dev, st_ino)}."""
 
     fd: int
     backing: dict[int, tuple[int, int]]
@@ -186,7 +186,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Give a backing id back; its answer, or ECONNRESET, sets the event and calls `done`."""
+        """Give a backing id back; the reply, or ECONNRESET, sets the event and calls `done`."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():

@@ -58,7 +58,7 @@ class Loop:
 
 
 class Listener:
-    """A listening Unix socket that only this user can connect to; may raise OSError."""
+    """A listening Unix socket to which only this user can connect; making it may raise OSError."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
         self._path = path

@@ -93,7 +93,7 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """Turn a broker into the keeper; return 1 if too many failed. May raise BecomeBroker."""
+    """Return the keeper that a broker becomes, or 1 after too many; may raise BecomeBroker."""
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()

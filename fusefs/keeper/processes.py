@@ -159,7 +159,7 @@ def _start(
 
 
 class BecomeBroker(Exception):
-    """Raised in a forked child of the keeper, which is to run `broker` from now on."""
+    """Raised in a forked child of the keeper: the child must run `broker` from now on."""
 
     def __init__(self, broker: Broker, channel: socket.socket) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ class KeeperState:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        # The old program, to go back to until the program of an upgrade serves.
+        # The old program, which is started again if an upgrade's program ends before it serves.
         self.fallback: Program | None = None
         self.fuse_fd = -1
         self.connection = 0  # 0: not mounted yet
@@ -173,7 +173,7 @@ def was_killed(status: int | None) -> bool:
 
 
 def cannot_take_over(status: int | None) -> bool:
-    """True if the daemon reported that another daemon would fail as well."""
+    """True if a daemon's exit status says that another daemon would fail as well."""
     return status is not None and os.waitstatus_to_exitcode(status) == CANNOT_TAKE_OVER
 
 

@@ -91,7 +91,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _user_of(pid: int) -> int | None:
-    """Return a process's real uid, or None (the owner of an undumpable one's /proc/PID is root)."""
+    """Return a process's real uid, or None. Root owns /proc/PID of an undumpable process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -182,7 +182,7 @@ def _places() -> Iterator[Path]:
 
 
 def _place_of(mountpoint: Path) -> Path:
-    """Return the runtime directory with the mount's record or keeper socket, else the first."""
+    """Return the runtime directory of a mount's record or keeper socket, or that for new mounts."""
     first, *others = _places()
     name = _hashed(mountpoint)
     for place in (first, *others) if others else ():
@@ -224,7 +224,7 @@ def server_of(mountpoint: Path) -> int | None:
 
 
 def keeper_socket(mountpoint: Path) -> Path:
-    """Return the path of the keeper's socket, beside the mount's directory (the daemon's)."""
+    """Return the path of the keeper's socket, outside of the daemon's own directory."""
     return _place_of(mountpoint) / f"{_hashed(mountpoint)}.keeper"
 
 
@@ -269,7 +269,7 @@ def register(mountpoint: Path, source: str, pid: int, staging: Path | None = Non
 
 
 def staging_of(mountpoint: Path) -> Path | None:
-    """Return the directory of a mount's files that are not uploaded yet; None if read-only."""
+    """Return the directory of files that a mount has not uploaded; None for a read-only mount."""
     return _link_target(directory_of(mountpoint) / STAGING)
 
 

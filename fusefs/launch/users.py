@@ -110,7 +110,7 @@ def _nameless(number: int, why: str = "") -> User:
 
 
 def _user_of_cache(directory: Path) -> User | None:
-    """Return the nameless user for a cache directory: its owner, or a uid by its hash; or None."""
+    """Return a cache directory's nameless user: its owner, or a uid by the path's hash; or None."""
     owner = _owner_of_content(directory)
     if owner is not None and any(owner in numbers for numbers in _OF_CACHES):
         return _nameless(owner)

@@ -54,7 +54,7 @@ _FATAL = sum(
 
 
 def namespace() -> int:
-    """Return the inode number of this process's PID namespace; 0 if /proc is of another one."""
+    """Return the inode number of this process's PID namespace; 0 if /proc shows another one."""
     try:
         is_shown = os.readlink("/proc/self") == str(os.getpid())
         return os.stat("/proc/self/ns/pid").st_ino if is_shown else 0
@@ -63,7 +63,7 @@ def namespace() -> int:
 
 
 def fate(pid: int) -> int:
-    """Return one of `FATES` for the process of the thread `pid`, a number of this namespace."""
+    """Return the fate (one of `FATES`) of the process of thread `pid`, a pid of this namespace."""
     if not pid:
         return UNKNOWN
     try:

@@ -21,7 +21,7 @@ class _Header(ctypes.Structure):
 
 
 class _Capabilities(ctypes.Structure):
-    """struct __user_cap_data_struct: the low 32 capabilities, then the high."""
+    """One struct __user_cap_data_struct, for 32 capabilities; an array of two has the low first."""
 
     _fields_ = (
         ("effective", ctypes.c_uint32),

@@ -22,7 +22,7 @@ CGROUPS = "/sys/fs/cgroup"
 
 
 class Credentials:
-    """The user and groups that a daemon runs as; no rights are dropped if `uid` is ours."""
+    """The user and groups of a daemon; it keeps all rights if `uid` is this process's own."""
 
     __slots__ = ("gid", "groups", "uid")
 

@@ -34,7 +34,7 @@ FORMAT = 3
 class Capabilities:
     """The capabilities of a store: True, False, or None if unknown.
 
-    `conditions`: on the object that a PUT replaces; `checksums`: `x-amz-checksum-crc32` of bodies.
+    `conditions`: the store honours conditions of PUTs; `checksums`: it compares bodies' CRC32s.
     """
 
     conditions: bool | None = None
@@ -70,7 +70,7 @@ def load(directory: Path, identity: str) -> Capabilities | None:
 def save(directory: Path, identity: str, found: Capabilities) -> None:
     """Save the capabilities of a bucket atomically. Blocks.
 
-    If the disk refuses, this is only logged, and the next mount probes again.
+    An error of the disk is only logged; the next mount then probes the store again.
     """
     text = json.dumps(asdict(found))
     try:

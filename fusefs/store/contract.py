@@ -60,8 +60,8 @@ class Store(Source, Protocol):
         Up to `part_size` bytes take one PUT; more take a multipart upload, which is aborted if it
         fails or is cancelled. S3 compares a checksum of all bytes. After the return, also by
         cancellation, `fd` is not used any more. A cancelled PUT may still take effect. After a PUT,
-        `mtime_ns` is this machine's time, to the second: only a HEAD returns S3's, which would take
-        half as long again. The metadata in the result includes the token.
+        `mtime_ns` is this machine's time, to the second: only a HEAD returns S3's time, and it
+        would take half as long again. The metadata in the result includes the token.
 
         Raises:
             ConflictError: the condition does not hold; `.errno` is EEXIST for IF_ABSENT and ESTALE

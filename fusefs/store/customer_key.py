@@ -33,7 +33,7 @@ class CustomerKeyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CustomerKey:
-    """One key. `text` is its base64, a secret; `identity` identifies it without revealing it."""
+    """One SSE-C key. `text` is its base64, a secret; `identity` names it without revealing it."""
 
     text: str = field(repr=False)
 

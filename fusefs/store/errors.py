@@ -69,13 +69,13 @@ class StaleVersionError(StoreError):
 
 
 class ConflictError(StoreError):
-    """A conditional write found another object than the one it was to replace (412)."""
+    """A conditional write found another object than the condition demands (412)."""
 
     errno = errno.ESTALE
 
 
 class ExistsError(ConflictError):
-    """A write that was to create an object found one already there (412)."""
+    """A write that must create a new object found an object already there (412)."""
 
     errno = errno.EEXIST
 
@@ -137,7 +137,7 @@ class Failure:
 
 
 class AttemptError(Exception):
-    """Failure of one attempt of a request; another may succeed (`failure.is_retryable`)."""
+    """Failure of one attempt of a request; another attempt may succeed (`failure.is_retryable`)."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.sentence)
@@ -183,7 +183,7 @@ _BY_CODE: dict[str, tuple[type[StoreError], str, bool]] = {
     **dict.fromkeys(_EXPIRED, (CredentialsError, "the credentials have expired", True)),
     **{code: (CredentialsError, sentence, False) for code, sentence in _REJECTED.items()},
 }
-# The same by status, for other answers. The answer to a HEAD has no body, and so no code.
+# The same by status, for answers without such a code. A HEAD's answer has no body, and so no code.
 _BY_STATUS: dict[int, tuple[type[StoreError], str, bool]] = {
     401: _DENIED,
     403: _DENIED,
@@ -250,7 +250,7 @@ SILENT_SOURCE = Failure(
 
 
 def translate(error: Exception) -> Failure:
-    """Return the failure for an exception, which botocore raised or nobody foresaw."""
+    """Return the failure for an exception: the store's own, botocore's, or an unforeseen one."""
     if isinstance(error, StoreError):  # raised by our own check of the settings
         return Failure(type(error), str(error))
     known = _from_botocore(error)
@@ -331,7 +331,7 @@ def from_body(status: int, text: str, request_id: str = "") -> Failure:
 
 
 def region_of(status: int, headers: Mapping[str, str], text: str) -> str:
-    """Return the bucket's region that a failure names in a header (AWS) or document, or ""."""
+    """Return the bucket's region that S3's refusal names in a header (AWS) or document, or ""."""
     if status not in _ELSEWHERE:
         return ""
     found = headers.get("x-amz-bucket-region", "")

@@ -327,7 +327,7 @@ class UnansweredChanges:
         return False
 
     def tokens(self, key: str) -> list[str]:
-        """Return the tokens of the unanswered changes of `key`; S3 may show them in an object."""
+        """Return the tokens of the unanswered changes of `key`, which their objects would have."""
         return []
 
     def may_have_made(self, found: ObjectInfo) -> bool:
@@ -357,7 +357,7 @@ class UnansweredChanges:
         """Expect no objects below a prefix from now on: the directory was renamed."""
 
     async def restored(self, key: str) -> ObjectInfo | None:
-        """Check a key now, and redo a change that was undone; return the object, None if absent."""
+        """Check a key now, and redo a change that was undone; return the key's object, or None."""
         return None
 
     def counters(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ PASSED_MOST = 8
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request that waits in the queue of `rank`; its priority may change meanwhile."""
+    """A request that waits in the queue of the priority `rank`; its priority may still change."""
 
     priority: Urgency
     key: str
@@ -85,7 +85,7 @@ class ConnectionBudget:
         self.in_use = 0
         self._queues = {rank: _Queue() for rank in Priority}
         self.waiting = 0  # requests that wait for a connection or their turn
-        # By priority, the more urgent requests admitted since its last one.
+        # By priority: the number of more urgent requests admitted since its last admission.
         self._passed = dict.fromkeys(Priority, 0)
         self._backed_off = -math.inf
         self._is_timing = False
@@ -97,7 +97,7 @@ class ConnectionBudget:
         return max(1, int(self._allowed))
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
-        """Return an `async with` context that holds a connection; cancelling gives it back.
+        """Return an `async with` context that waits for a connection and gives it back at the end.
 
         `key` is the key of the object that the request is about.
         """

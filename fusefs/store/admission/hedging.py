@@ -24,7 +24,7 @@ from fusefs.store.interface import Priority
 # The largest share of GETs that are sent again, and the most hedges at once.
 SHARE = 0.03
 MOST_AT_ONCE = 3
-# A GET is slow if it takes longer than this share of GETs, and so many times the median.
+# A GET is slow if it takes longer than this share of GETs, and MEDIANS times the median.
 QUANTILE = 0.95
 MEDIANS = 2.0
 # A nearby server is slow now and then because this machine is busy; a second GET would not help.
@@ -53,11 +53,11 @@ class Hedging:
         self.wait_s = math.inf
 
     def note_sent(self) -> None:
-        """Count a first GET that was sent: it allows SHARE of a second one."""
+        """Count a first GET that was sent; it adds SHARE to the number of allowed second GETs."""
         self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
 
     def note_first_byte(self, took_s: float) -> None:
-        """Record a GET's time to its first byte, or its age when the second GET had answered."""
+        """Record a first GET's seconds to its first byte, or until the second GET had answered."""
         self._samples.append(took_s)
         self._is_renewed_in -= 1
         if not self._is_renewed_in:
@@ -81,9 +81,9 @@ class Hedging:
         self._counted["hedged_won"] += has_won
 
     async def race(self, engine: Engine, request: Request) -> Transfer:
-        """Send a GET, and a second one if the first is slow; return the completed one to use.
+        """Send a GET, and a second GET if the first is slow; return the completed GET to use.
 
-        That is the first to succeed, or the first GET if both failed.
+        The result is the GET that succeeded first, or the first GET if both failed.
         """
         first = engine.submit(request)
         self.note_sent()
@@ -100,7 +100,7 @@ class Hedging:
         return first
 
     async def _watch(self) -> None:
-        """Wake the tasks of slow GETs; a time limit for each would cost a tenth of a GET."""
+        """Wake the tasks of slow GETs; a timer for each GET would cost a tenth of its time."""
         try:
             while self._sent:
                 due, first = self._sent.popleft()

@@ -32,8 +32,8 @@ LAST_INCREASE = 0.2
 FORGET_S = 60.0
 LOG_EVERY_S = 60.0
 LEAST = 1.0
-# Turns that a busy machine missed are made up for, at most of so many seconds; stores allow larger
-# bursts.
+# Turns that a busy machine missed are made up for, at most those of the last LATE_S seconds; stores
+# allow larger bursts.
 LATE_S = 0.1
 
 
@@ -67,7 +67,7 @@ class Rate:
         return now >= self.due
 
     def note_sent(self) -> None:
-        """Count a request that is sent: it uses one turn of the limit."""
+        """Count a request that is sent: while there is a limit, the next one is due later."""
         if self.limit is not None:
             now = trio.current_time()
             self._grow(now)
@@ -112,7 +112,7 @@ class Rate:
         self._unused_s = 0.0
 
     def _pass_unused(self, now: float) -> None:
-        """Count the time of unused turns, and drop these turns."""
+        """Skip the turns that no request has used in time, and count the skipped time."""
         unused_s = max(0.0, now - LATE_S - self.due)
         self._unused_s += unused_s
         self.due += unused_s

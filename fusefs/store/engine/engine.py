@@ -28,7 +28,7 @@ _SMALL_WORKERS: Final = 1
 
 
 class MemorySink(NamedTuple):
-    """A sink in memory for the body; more than `limit` bytes are the error "too-large"."""
+    """A sink in memory for an answer's body; above `limit` bytes the error is "too-large"."""
 
     limit: int = 1 << 20
 

@@ -89,7 +89,7 @@ def _fits(element: str, host: str, port: int) -> bool:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Parse a network; an address is a network of one. None if the text is neither."""
+    """Return the IP network that a text names (an address is a network of one), or None."""
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError:

@@ -57,11 +57,11 @@ _KNOWN_VARIABLES = re.compile(
     "|SHARED_CREDENTIALS_FILE|EC2_METADATA_DISABLED|ROLE_ARN|ROLE_SESSION_NAME"
     "|WEB_IDENTITY_TOKEN_FILE|STS_REGIONAL_ENDPOINTS|ENDPOINT_URL_STS)"
 )
-# The same for a profile in AWS's files.
+# The keys of a profile in AWS's files that only provide credentials or that this module evaluates.
 _KNOWN_IN_PROFILE = re.compile("aws_(access_key_id|secret_access_key|session_token)|region|output")
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 RECONNECT_EVERY_S = 2.0
-# For providers of credentials at a mount's start; a keeper ends a mount after 30 s of silence.
+# Limit for providers of credentials: a keeper ends a mount that is silent for 30 s at its start.
 SOURCE_LIMIT_S = 20.0
 # In the last LAST_S seconds of the credentials' validity, requests wait for new ones. AGAIN_S is
 # the time between two renewals.
@@ -297,7 +297,7 @@ class SharedCall:
 
 
 class AccessSource:
-    """One store's access, renewed after it was refused. Belongs to the event loop.
+    """One store's access, renewed after a refusal. Belongs to the event loop.
 
     `access` is None while `connect` must still find it. `principal`, a stable name of the identity
     without a secret, is set the first time. Requests under way keep an access that was replaced.
@@ -358,7 +358,7 @@ class AccessSource:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:
-        """Switch from the refused credentials in `used` to others; return False without others."""
+        """Switch from the refused credentials in `used` to others; False if there are no others."""
         current = self.access
         if used is not None and used is not current:
             return True
@@ -413,7 +413,7 @@ class EnvironmentKeys(NamedTuple):
 
 
 def _is_plain(settings: S3Settings, environment: Mapping[str, str]) -> bool:
-    """True if it is certain that requests go to this endpoint with the bucket in the path."""
+    """True if requests certainly go to the configured endpoint, with the bucket in the path."""
     url, is_special = settings.endpoint_url, settings.fips or settings.dual_stack
     if url is None or is_special or settings.addressing == "virtual" or redirects.is_aws(url):
         return False

@@ -54,7 +54,7 @@ def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool)
 
 
 async def sums_of_file(body: FileBody, *, with_md5: bool) -> Sums:
-    """Compute a body's checksums in a thread, whose end a cancelled call waits for.
+    """Compute a body's checksums in a thread; a cancelled call still waits for the thread's end.
 
     Raises:
         StoreError: the file is too short.

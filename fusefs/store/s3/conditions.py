@@ -61,7 +61,7 @@ class Fence:
         return self.capabilities.checksums is not True
 
     def sent(self, operation: str, condition: Strict) -> Strict:
-        """Return the condition to send with an operation ("PUT"); None if not implemented."""
+        """Return the condition to send with an operation ("PUT"); None if the store lacks it."""
         return None if _named(operation, condition) in self._unsupported else condition
 
     def relies_on(self, operation: str, condition: Strict) -> bool:

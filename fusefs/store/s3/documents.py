@@ -123,7 +123,7 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
 def uploads(
     start: Mapping[str, str], answer: Completion
 ) -> tuple[list[PendingUpload], dict[str, str] | None]:
-    """Return one page of a bucket's uploads, and the query of the next page or None, as `parts`."""
+    """Return one page of a bucket's uploads, and the next page's query or None; see `parts`."""
     root = read(answer, "ListMultipartUploadsResult")
     is_encoded = text_of(root, "EncodingType") == "url"
 

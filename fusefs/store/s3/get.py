@@ -105,7 +105,7 @@ class Getter:
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    The bytes before `position` are in the file `fd`; it is -1 until the engine has created `new`.
+    The bytes before `position` are in the file `fd`; `fd` is -1 until the engine has created `new`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RangeDownload:
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
 
     def accept(self, answer: Completion) -> None:
-        """Compare the checksum of a small whole object, whose bytes count as fetched afterwards.
+        """Compare the checksum of a small whole object; its bytes count as fetched if it is right.
 
         Raises:
             AttemptError: the bytes have another checksum.

@@ -33,7 +33,7 @@ def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
 
 
 def sendable(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an object's metadata that can be sent; other clients may write more."""
+    """Return the part of an object's metadata that can be sent: other clients may write more."""
     return {name: value for name, value in metadata.items() if _is_sendable(name, value)}
 
 

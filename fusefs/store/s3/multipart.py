@@ -462,7 +462,7 @@ async def copy(
     """Copy an object that is too large for one request; `headers` and `metadata` are the copy's.
 
     Raises:
-        UnsupportedError: some stores would copy another object, which exists.
+        UnsupportedError: some stores would copy another existing object instead.
     """
     other = unquote(source.key)
     if is_mistakable(source.key) and await fence.find(other) is not None:

@@ -126,7 +126,7 @@ class RetryBudget:
         self._attempts = 0
 
     def note_sent(self) -> None:
-        """Start the retry time when the first attempt gets a connection, so queueing is free."""
+        """Start the retry time at the first attempt's connection: queueing does not count."""
         if not self._attempts:
             self.restart()
 
@@ -210,7 +210,7 @@ class Requester:
     def last_error(self) -> dict[str, Any] | None:
         """Describe the last failed attempt and its age `ago_s`; None if there was none.
 
-        `since_s` is how long S3 has not answered, None if it has since; a 404 or 412 is an answer.
+        `since_s` is the time without an answer (a 404 or 412 is an answer), None if S3 answers.
         """
         if self._last_failure is None:
             return None

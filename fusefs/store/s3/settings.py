@@ -92,7 +92,7 @@ class S3Settings:
 
 
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
-    """Return the reason why a bucket of this name cannot be mounted, or None."""
+    """Return a failure if a bucket of this name cannot be mounted, else None."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
         return Failure(UnsupportedError, sentence)

@@ -36,7 +36,7 @@ Fetch = Callable[[str, str, str], Awaitable[ListPage]]
 
 
 def is_in_order(page: ListPage, delimiter: str, start_after: str) -> bool:
-    """True if a page is sorted and begins after `start_after`, so that its last key can be used.
+    """True if a page is sorted and begins after `start_after`: the listing can continue after it.
 
     Without a delimiter the order of path segments is enough: a folder's keys are contiguous.
     """
