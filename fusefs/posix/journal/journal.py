@@ -181,7 +181,7 @@ class Journal:
         self._append(Kind.GONE, ID.pack(nodeid))
 
     def mark(self, nodeid: int, number: int, position: str) -> None:
-        """Log the number of a position in a directory; 0 drops all its positions (offsets.py)."""
+        """Log a numbered position in a directory; number 0 drops all positions (offsets.py)."""
         self._append(Kind.MARK, MARK.pack(nodeid, number) + position.encode())
 
     def replaced(self, nodeid: int) -> None:
@@ -221,7 +221,7 @@ class Journal:
         self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """Log that a request is about to make a change, which may be done if it is resent."""
+        """Log that a request is about to make a change; if resent, it may have made it already."""
         self._append(Kind.BEGUN, ID.pack(unique))
 
     @property
@@ -243,7 +243,7 @@ class Journal:
         return self._next is not None
 
     def begin_compaction(self) -> bool:
-        """Begin a new log, which gets all records too until `finish_compaction`.
+        """Begin a new log, to which records are written as well until `finish_compaction`.
 
         The caller writes each open handle and each inode once, in any order
         and with pauses, by `opened` and `node`, as long as `is_compacting`. Returns False if the

@@ -103,7 +103,7 @@ def line(fields: list[Any]) -> bytes:
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """Read a log: by key, the fields of its last line, if it has something to send. Blocks."""
+    """Read a log; return the fields of each key's last line, but no keys without any. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

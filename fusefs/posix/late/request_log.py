@@ -1,4 +1,4 @@
-"""The log of the changes of the bucket under way; each is recorded before its request is sent.
+"""The log of changes under way in the bucket; each is recorded before its request is sent.
 
     DIRECTORY/requests    one slot for each change that is under way
     DIRECTORY/batch-N     the keys of one DeleteObjects request
@@ -121,7 +121,7 @@ class RequestLog:
         return path
 
     def end_batch(self, batch: Path | None) -> None:
-        """Remove a batch whose deletes have all been answered, or are recorded elsewhere."""
+        """Remove a batch's file: all its deletes have been answered, or are recorded elsewhere."""
         if batch is not None:
             with contextlib.suppress(OSError):  # a file that stays costs the next process checks
                 batch.unlink()

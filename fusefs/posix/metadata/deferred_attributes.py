@@ -144,7 +144,7 @@ class DeferredAttributes:
 
     They are recorded in the directory `staging`. `landed` is called with the old and the new
     version of an object, `lost` with a version that was replaced, so that its change is given up.
-    A change that can't be recorded raises OSError. If it can't be sent, it is kept; StoreError.
+    A change that can't be recorded raises OSError; one that can't be sent yet raises StoreError.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class DeferredAttributes:
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Yield a key's change, to send it in another way or drop it; an exception puts it back."""
+        """Yield a key's change or None, for the caller to send or drop; an error puts it back."""
         await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:

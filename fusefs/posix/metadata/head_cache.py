@@ -284,7 +284,7 @@ class HeadCache:
             self._sampled.pop(prefix).done.set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
-        """True if `learn_version` would send a HEAD."""
+        """True if a version's attributes are unknown, and `learn_version` could remember them."""
         has_room = len(self._remembered) < MOST_REMEMBERED
         if not has_room or _version(info) in self._remembered:
             return False

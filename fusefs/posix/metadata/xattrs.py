@@ -5,7 +5,7 @@ read-only and hence not listed: a program that copies a file with its attributes
 listed ones. All other `user.*` are kept in the object's metadata, which is small (see
 object_metadata.py), and are known only on a writable mount. Attributes of other kinds would
 have a meaning for the kernel, and a bucket's content must not give anybody rights here. So no
-file has such attributes, which needs no request: `ls -l` asks for two of them for each file.
+file has such an attribute; to say so needs no request, as `ls -l` asks for two of each file.
 """
 
 from __future__ import annotations

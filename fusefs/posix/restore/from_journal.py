@@ -1,4 +1,4 @@
-"""Restores an earlier process's nodes and open handles from the journal."""
+"""Restore an earlier process's nodes and open handles from the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and completing, at a mount's start, the uploads that earlier mounts have left.
+"""Find and complete, at a mount's start, the uploads that earlier mounts have left.
 
 A mount that ended before the bucket had all changes leaves its staging directory behind
 (posix/write/staging.py). A file that a program had closed, or was closing, is staged again under

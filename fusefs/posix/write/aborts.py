@@ -119,7 +119,7 @@ class PendingAborts(UploadLog):
         self.ended(upload_id)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        """Abort `upload`, and an upload of `key` with no known id, of `begun_ns`; log errors."""
+        """Abort `upload`, and uploads of `key` since `begun_ns`, each unless None; log errors."""
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)
@@ -131,7 +131,7 @@ class PendingAborts(UploadLog):
                 self.add(upload.key, upload.upload_id)
 
     async def try_abort_lost(self, key: str, begun_ns: int) -> None:
-        """Abort an upload of `key` whose id is unknown; raise only the errors in MAY_PASS."""
+        """Abort the uploads of `key` begun since `begun_ns`; raise only the errors in MAY_PASS."""
         try:
             await self._abort_lost(key, begun_ns)
         except MAY_PASS:

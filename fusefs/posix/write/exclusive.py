@@ -81,7 +81,7 @@ class EmptyObjects:
             return found
 
     async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
-        """Put a directory's marker in place of one with `etag` (None: no marker); return its ETag.
+        """Put a directory's marker over one with `etag` (None: no marker); return the new ETag.
 
         Raises ConflictError if an object with content is there.
         """
@@ -145,7 +145,7 @@ class ExclusiveCreates:
         self._copiers.pop(pid, None)
 
     def watch(self, staged: StagedFile) -> None:
-        """Plan to reserve a file in OPEN_S, if it is not larger than a lock file then."""
+        """Plan to reserve a file after OPEN_S, if it is no larger than a lock file by then."""
         if has_random_part(staged.key):
             return
         self._watched.append((trio.current_time() + OPEN_S, staged))

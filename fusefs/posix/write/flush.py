@@ -88,7 +88,7 @@ class AppendRuns:
         self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
 
     def closed(self, staged: StagedFile) -> float | None:
-        """Note a close; return the seconds until the upload, None if the close waits for that."""
+        """Note a file's close; return the seconds until its upload, None: the close awaits it."""
         nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
         count, begun, last = self._runs.pop(nodeid, (0, now, now))
         start = staged.appended_from if staged.etag is not None else None
@@ -285,7 +285,7 @@ class Flusher(MountPart):
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Make a file safe that no program has open for writing; an uploaded one becomes cached."""
+        """Upload or sync a file that no program has open for writing, or return it to the cache."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -301,7 +301,7 @@ class Flusher(MountPart):
         if staged is not None:
             if meta.mtime_ns is not None:
                 if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
-                    # With this time the content could pass for the one uploaded before.
+                    # With the new time the content could look like the content uploaded before.
                     self._staging.record(staged)
                 staged.note_stores()
                 os.utime(staged.fd, ns=(meta.mtime_ns, meta.mtime_ns))
@@ -356,7 +356,7 @@ class Flusher(MountPart):
         return True
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
-        """Replace a version by one with the same bytes and new attributes: cache, node, listing."""
+        """Give cache, node and listing the version `new`: the bytes of `old`, other attributes."""
         await self._cache.move(old.version, new.version)
         inode = self._node_of(old)
         if inode is not None:
@@ -396,7 +396,7 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Give a node the name of its uploaded object `info`, and its old name to `theirs`."""
+        """Name a node after its object `info`; give its old name to `theirs` (None: no object)."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
@@ -479,7 +479,7 @@ class Flusher(MountPart):
         self._inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:
-        """Handle a closed handle: upload the staged file, undo it, or return it to the cache."""
+        """Upload, undo or return to the cache a staged file of which a handle was closed."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return

@@ -180,7 +180,7 @@ class Removals:
         )
 
     def is_removing_from(self, prefix: str) -> bool:
-        """True if a program is removing many files, and S3 has deleted one of this directory."""
+        """True if a program is removing many files, and S3 has just deleted one at `prefix`."""
         now = trio.current_time()
         is_removing = self._row >= MANY and now < self._last + PAUSE_S
         return is_removing and self._allowed.get(prefix, -math.inf) > now
@@ -342,7 +342,7 @@ class Removals:
     # Removals of an earlier process
 
     def adopt(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
-        """Take over a removal that an earlier process left."""
+        """Take over a removal that an earlier process left, and start to delete the object."""
         if key not in self._by_key:
             removal = Removal(key, etag, removed_ns, Work())
             if not is_on_record:

@@ -67,7 +67,7 @@ class Sharing(MountPart):
         return backing is None or bool(await self._backing.register(backing))
 
     def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
-        """A staged file as the `CacheFile` that it was; None if its st_ino is not `st_ino`."""
+        """The `CacheFile` that became a staged file; None if its st_ino is not `st_ino`."""
         if os.fstat(staged.fd).st_ino != st_ino:
             return None
         if staged.backing is None:
@@ -79,7 +79,7 @@ class Sharing(MountPart):
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
-        """True if a program maps a cache file without a handle. Unregisters it to find out."""
+        """True if a program maps a cache file without a handle; the check unregisters the file."""
         if not self._backing.find(file) or self._is_open(file):
             return False
         if not await self._cache.ensure_open(file):

@@ -106,7 +106,7 @@ class Staging:
         return fd
 
     def move_prepared(self, inode: Inode, new: Inode) -> None:
-        """Give the file that was prepared for a node to another node."""
+        """Give the file that was prepared for the node `inode` to the node `new`."""
         os.rename(self._path(inode), self._path(new))
         self._prepared.discard(inode.nodeid)
         self._prepared.add(new.nodeid)
@@ -302,7 +302,7 @@ class Staging:
             staged.has_record_file, staged.recorded = False, b""
 
     async def make_safe(self, staged: StagedFile) -> None:
-        """Make a file and its record safe against a power cut, and its state CLOSED."""
+        """Set a file's state to CLOSED; make content and record safe against a power cut."""
         staged.close()
         staged.tokens.update(self._unanswered.tokens(staged.key))
         # The file may be uploaded, and released, while this waits for the disk.
@@ -437,7 +437,7 @@ class Staging:
         return kept
 
     def release(self, staged: StagedFile, *, is_taken: bool = False) -> None:
-        """Unstage a file; remove its record and, unless the cache has it (`is_taken`), content."""
+        """Unstage a file; remove its record, and its content unless `is_taken` by the cache."""
         del self._files[staged.inode.nodeid]
         self.charged -= staged.charged - staged.free
         self.drop_base(staged)

@@ -87,7 +87,7 @@ def _brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """Read the record in a file's attribute; None if none. The key in a brief record is None."""
+    """Read the record in a file's attribute, None if there is none; a brief one's key is None."""
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:
@@ -123,7 +123,7 @@ def may_tell_appended(record: bytes) -> bool:
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
-    """A content's size and time if the bucket has it and each later change will differ; or None."""
+    """A content's size and time, if the bucket has it and any change would alter them; or None."""
     stamp = staged.stamp()
     # If true, a change from now on will show in the file's time.
     is_past = time.time_ns() - stamp[1] > TICK_NS

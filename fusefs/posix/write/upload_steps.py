@@ -112,7 +112,7 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """Note after a refusal that the store knows no conditions; False if none was used."""
+        """Note after a refusal that the store knows no conditions; False for another cause."""
         if not staged.is_content_dirty or not self._is_built(staged):
             return False
         logger.warning("this store knows no conditions: the last node to close a file wins")
@@ -122,7 +122,7 @@ class UploadSteps:
     async def put_new(
         self, staged: StagedFile, key: str, condition: Condition = IF_ABSENT
     ) -> ObjectInfo:
-        """Put a locked file under another key than its own; ConflictError by `condition`."""
+        """Put a locked file under another key than its own; ConflictError if `condition` fails."""
         size = staged.begin_sending()
         if staged.base is not None:
             await self._editor.fill(staged.base, staged.fd, 0, size)
@@ -148,7 +148,7 @@ class UploadSteps:
         return is_new or self._fails_on_conflict or self._is_built(staged)
 
     def _is_built(self, staged: StagedFile) -> bool:
-        """True if a content is built on its object, and the store can check that by conditions."""
+        """True if a content edits or extends its object, and conditions can check the object."""
         return self._has_conditions and (not staged.is_anew or staged.only_appended)
 
     async def _send_parts(

@@ -256,7 +256,7 @@ class Uploader(UploadSteps):
     async def _until_left_alone(
         self, staged: StagedFile, attempt: UploadAttempt, delay_s: float
     ) -> None:
-        """Wait until a file's name and attributes stay, and no program closes file after file.
+        """Wait until a file's name and attributes stay the same and no program closes many files.
 
         Uploads would take processor time from such a program. `hurry` ends the wait.
         """
@@ -371,7 +371,7 @@ class Uploader(UploadSteps):
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """Note that `info` has a locked file's content and its first `described` `meta_changes`."""
+        """Note that `info` has a locked file's content and the first `described` meta changes."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described

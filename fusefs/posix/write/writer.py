@@ -195,8 +195,8 @@ class Writer(MountPart):
     def _is_current(self, inode: Inode) -> bool:
         """True if a program may change a node's content without a HEAD for its version before.
 
-        So it may if programs here are changing the file or have removed it, if a GET will follow
-        and shows the version, or if listings never expire. The bucket refuses a mistaken upload.
+        True if programs here are changing the file or have removed it, if a GET will follow and
+        show the version, or if listings never expire. The bucket refuses an upload over another.
         """
         info, staged = inode.info, inode.staged
         assert info is not None
@@ -250,7 +250,7 @@ class Writer(MountPart):
     async def stage(
         self, inode: Inode, *, keep: int | None, looks: bool = True, is_anew: bool = False
     ) -> StagedFile:
-        """Stage a file, with the first `keep` bytes of its content (None: all); return it.
+        """Stage a file with the first `keep` bytes of its content (None: all); return the file.
 
         With `looks`, a HEAD checks before that the node has the bucket's version. Without it, the
         upload puts appended bytes behind the version that the bucket has then (upload_steps.py).
@@ -492,7 +492,7 @@ class Writer(MountPart):
             staged_sums.forget(staged)
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write in the event loop (without RWF_NOWAIT, which ext4 refuses); 0: a thread has to."""
+        """Write at once; return the byte count, 0 if a thread has to (ext4 refuses RWF_NOWAIT)."""
         if not self._disk_latency.is_quick:
             return 0
         began = self._disk_latency.begin()
@@ -508,7 +508,7 @@ class Writer(MountPart):
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write when the file's lock is free; for an append, `rebases` is that of the request."""
+        """Write once a file's lock is free; an append passes `staged.rebases` of its request."""
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
