@@ -13,7 +13,6 @@ from csi.volume.stores import ConfigurationError, Stores, StoreSettings, is_forb
 from fusefs.settings.types import Addressing
 from fusefs.store.errors import StoreError
 from fusefs.store.s3.access import Access
-from tests.support.servers import buckets as servers
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 
@@ -202,17 +201,6 @@ def test_a_store_that_lists_other_keys_than_requested_has_nothing_deleted(faulty
     bucket = Bucket(StoreSettings("faulty", faulty.endpoint_url, REGION), "bucket", None, KEYS)
     with pytest.raises(StoreError, match="other keys"):
         list(bucket.pages("mine/"))
-    faulty.clear()
-
-
-def test_an_empty_answer_to_deletes_is_no_success(bucket: servers.Bucket, faulty: FaultyS3) -> None:
-    bucket.put("one", b"1")
-    faulty.add("DELETE MANY", times=1, status=200, body=b"")
-    store = StoreSettings("faulty", faulty.endpoint_url, REGION)
-    Bucket(store, bucket.name, None, AccessKeys(ACCESS_KEY, SECRET_KEY, None)).delete_all(["one"])
-    assert servers.keys(bucket) == []
-    # Without it many stores refuse the request.
-    assert all("content-md5" in one.headers for one in faulty.requests("DELETE MANY"))
     faulty.clear()
 
 

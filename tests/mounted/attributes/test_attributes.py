@@ -152,15 +152,6 @@ def test_new_objects_get_the_form_of_the_mount(mounter: Mounter, bucket: Bucket)
     assert metadata(bucket, "renamed")["file-mtime"] == f"{modified_ns}ns"
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("setuid", 0o755), ("device", 0o600), ("foreign", 0o644)]
-)
-def test_nothing_in_a_bucket_makes_a_program_setuid_or_a_device(
-    mount: Mount, name: str, mode: int
-) -> None:
-    assert (mount.path / name).lstat().st_mode == stat.S_IFREG | mode
-
-
 @states(
     "Other metadata of an object stays when attributes change, and goes when the content "
     "is rewritten."

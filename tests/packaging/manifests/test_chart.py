@@ -480,14 +480,6 @@ def test_a_name_that_looks_like_a_number_stays_a_name(name: str, kind: str) -> N
     assert name_of(named) == name
 
 
-def test_chart_and_manifests_name_the_same_versions() -> None:
-    images = [
-        sorted({each["image"] for pod in pod_templates(documents) for each in containers(pod)})
-        for documents in (chart(), render(MANIFESTS))
-    ]
-    assert images[0] == images[1]
-
-
 def test_the_values_that_are_shown_are_taken(tmp_path: Path) -> None:
     text = (CHART / "README.md").read_text()
     shown = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

@@ -7,14 +7,7 @@ import trio
 
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import (
-    IF_ABSENT,
-    Condition,
-    IfMatch,
-    ObjectInfo,
-    UploadState,
-    Write,
-)
+from fusefs.store.interface import IF_ABSENT, Condition, IfMatch, ObjectInfo, UploadState, Write
 from fusefs.store.s3.multipart import Upload
 from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import LocalFile, MakeFile

@@ -29,15 +29,6 @@ def kept(parts: Parts, *keys: str, size: int = MIB) -> list[str]:
     return [key for key, file in found if file is not None and file.is_complete]
 
 
-async def test_what_came_last_goes_first(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=4 * MIB) as parts:
-        for key in "abcd":
-            await parts.fetch(version(key, MIB))
-        await parts.fetch(version("a", MIB))
-        await parts.fetch(version("e", 2 * MIB - 100_000))
-        assert kept(parts, *"abcd") == ["a", "b"]
-
-
 async def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
     async with cache_in(tmp_path) as parts:
         for key in "abc":
@@ -143,18 +134,6 @@ async def test_a_lowered_limit_is_kept_without_a_reader(parts: Parts) -> None:
     await parts.evictor.tend()
     assert parts.quota.used <= 2 * MIB
     assert kept(parts, *"abcd") == ["a", "b"]
-
-
-async def test_an_evicted_file_leaves_neither_bytes_nor_row(tmp_path: Path) -> None:
-    async with cache_in(tmp_path, limit=MIB) as parts:
-        await parts.fetch(version("a", MIB))
-        await parts.cache.record()
-        parts.quota._limit = 0
-        await parts.evictor.tend()
-        assert parts.files() == []
-        assert parts.quota.used == 0
-        assert parts.cache._catalog.newest(1000) == []
-        assert parts.cache.evicted == 1
 
 
 async def test_a_catalog_that_cannot_be_written_costs_no_more_than_the_room_that_is_needed(

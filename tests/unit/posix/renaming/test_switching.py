@@ -11,11 +11,7 @@ from fusefs.store.errors import StoreError
 from tests.support.memory_store import MemoryStore, Stop
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
-from tests.unit.posix.renaming.test_renaming_meanwhile import (
-    chmod,
-    finished,
-    killed,
-)
+from tests.unit.posix.renaming.test_renaming_meanwhile import chmod, finished, killed
 
 
 @pytest.fixture
