@@ -184,7 +184,7 @@ class Catalog:
         with self._lock:
             if self.is_in_memory or not is_damage(error):
                 return False
-            # Close it first: what it writes on close would go into the new database's log.
+            # Close the old database first: its last writes would go into the new database's log.
             with suppress(sqlite3.Error):
                 self._db.close()
             self._open_another(self._path, self._st_ino, error)
@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return True for each (False: another file's), and the total."""
+        """Insert or extend rows; return for each False if it is another file's, and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]

@@ -43,7 +43,7 @@ STATE = "mounts"
 IN_USE = "in-use"
 
 FOLDERS = 256  # by the first two digits of the name
-# A file without a row is removed at this age: a row not yet written would be in the catalog by now.
+# A file without a row is removed at this age: no row waits so long to be written to the catalog.
 ORPHAN_AGE_S = 15.0
 
 # Disk accesses that take longer than this are slow.

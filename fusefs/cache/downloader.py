@@ -108,7 +108,7 @@ class Download:
         self.on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Note that a reader waits for [start, stop); return how many bytes are waited for anew."""
+        """Note a reader's wait for [start, stop); return how many bytes none waited for before."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new
@@ -299,7 +299,7 @@ class Downloader:
         """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
 
         Stops early if the cache has no room for a file that was not opened yet. The caller must
-        call `unwant` on each download. `on_end` is called with each that starts here, at its end.
+        call `unwant` on each download. `on_end` is called when a download started here has ended.
         """
         started = []
         at = start
@@ -381,7 +381,7 @@ class Downloader:
             if self._on_fetched is not None and download.position > download.start:
                 self._on_fetched(file, download.start, download.position)
             if download.wanted and file.last_use is None and file.is_complete and file.fd >= 0:
-                # So that its first open does not wait for the disk.
+                # Then the file's first open does not wait for the disk.
                 self._cache.keep_open(file, self.nursery)
             self._cache.unpin(file)
 

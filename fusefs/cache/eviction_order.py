@@ -61,7 +61,7 @@ MOVED_SHARE = 1 / 2
 
 # The most files for which the order in which they became kept is known.
 MOST_LATEST = 16384
-# The most times for which the number of bytes fetched until then is known.
+# The most points in time for which the number of bytes fetched until then is known.
 MOST_TIMES = 4096
 # The most evicted files whose last use is remembered, and for how many cache sizes fetched.
 MOST_REMEMBERED = 16384

@@ -54,7 +54,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 def check_header(path: Path) -> None:
-    """Check the header for damage that SQLite would take for a newer, read-only format.
+    """Check a database's header for damage that SQLite would take for a newer, read-only format.
 
     Bytes 18 and 19 must be 1, or 2 with a write-ahead log
     (https://sqlite.org/fileformat.html#the_database_header).

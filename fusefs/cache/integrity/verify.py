@@ -248,7 +248,7 @@ def sums_in(
 def examine(
     read: Read, sums: list[Sum], present: RangeMap
 ) -> tuple[OSError | Sum | None, list[Sum]]:
-    """Compare present bytes; return a fault or None, and new sums of bytes without. Blocks.
+    """Compare a file with `sums`; return a fault or None, and sums of other bytes. Blocks.
 
     A fault is a sum that does not match its bytes, or the disk's error.
     """

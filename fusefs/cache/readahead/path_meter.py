@@ -18,7 +18,7 @@ from typing import Self
 # With sixteen parts from a server on the same machine a first read was a tenth slower than with
 # eight, because that many threads delay each other and the reader.
 LEAST_WIDTH = 8
-# The assumed bandwidth of a node's network, in bytes a second, before any measurement.
+# The assumed bandwidth of a machine's network, in bytes a second, before any measurement.
 USUAL_BANDWIDTH = 1.25e9
 LEAST_SHARE = 2
 # A larger width stays if it brings at least this many times the bytes per second.

@@ -26,7 +26,7 @@ FIRST_WINDOW = 4 << 20
 GROWTH = 4
 # How far reads may be out of order and still count as sequential.
 TOLERANCE = 4 << 20
-# The same for the second read of a stretch, as a random jump may be short by chance.
+# The same tolerance for the second read of a stretch, as a random jump may be short by chance.
 NEAR = 256 << 10
 # Stretches of one handle that are read at the same time.
 MOST_WINDOWS = 32

@@ -64,7 +64,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """Mark a name as unknown in the `pending` files of segments, which may be outdated."""
+        """Mark a name's file as unknown in the segments' `pending`, where it may be outdated."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:

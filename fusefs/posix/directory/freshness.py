@@ -59,7 +59,7 @@ class Creations:
         self._latest = -math.inf
 
     def note(self, now: float, *, is_new: bool) -> None:
-        """Note that a file was created (`is_new`), or another change, at this monotonic time."""
+        """Note the creation of a file (`is_new`) or another change, at this monotonic time."""
         if now - self._latest >= LONGEST_PAUSE_S:
             self._count = 0
         self._count += is_new

@@ -135,7 +135,7 @@ class HeadPolicy:
         self._without_in_a_row += 1
 
     def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
-        """Decide for a directory after HEADs of `asked` files; False if any had attributes."""
+        """Assume, after HEADs of `asked` files, that no file has attributes; False if one did."""
         directory = _entry(self._directories, prefix)
         if directory.has_attributes:
             return False
@@ -148,7 +148,7 @@ class HeadPolicy:
         return True
 
     def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
-        """Decide for a directory by its siblings; False if it needs a sample of its own."""
+        """Assume of a directory what holds for its siblings; False if it needs its own sample."""
         alike = self._alike.get(parent_of(prefix)) if prefix and modified_ns else None
         if alike is None or alike.has_attributes or alike.without < self.sample_size:
             return False

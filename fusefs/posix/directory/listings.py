@@ -406,7 +406,7 @@ class Directories:
         self._add(directory, segment)
 
     def _doubt_undone(self, prefix: str, segment: Segment) -> None:
-        """Mark names whose objects a late request may have undone as doubtful."""
+        """Mark names as doubtful if a late request may have undone their objects."""
         for expected in self._store.unanswered.expected_below(prefix):
             name = expected.key[len(prefix) :]
             listed = segment.entries.get(name, ABSENT)

@@ -66,7 +66,7 @@ class PrefixCopy:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_copy_ns(self) -> int:
-        """The latest Last-Modified (ns) of the copies but markers, whose time is this machine's."""
+        """The latest Last-Modified (ns) of all copies but markers, dated by this machine."""
         copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
         return max(copies, default=0)
 

@@ -62,7 +62,7 @@ class Relocator(MountPart):
         moved: Moved,
         uncached: set[ObjectVersion],
     ) -> None:
-        """Rename a file on this mount; `moved` has its copy, and is empty if there is none."""
+        """Rename a file in this mount's state; `moved` has its copy in the bucket, if any."""
         (parent, name), (to, new) = old_name, new_name
         entry = next(iter(moved.values()), None)
         replaced = self._handles.former(to, new)
@@ -103,7 +103,7 @@ class Relocator(MountPart):
         self._follow(moved, uncached)
 
     def move_directory(self, copies: PrefixCopy, uncached: set[ObjectVersion]) -> None:
-        """Rename a directory on this mount, with everything below it."""
+        """Rename a directory, with everything below it, in this mount's state."""
         for file in self._staging:
             source = copies.sources.get(file.key)
             # An object that another client has put there meanwhile is a conflict for the upload.

@@ -203,7 +203,7 @@ class NameChanges(CreateRemove):
             self._check_deleting(new[1])
 
     def _replaced(self, new: Name, *, is_repeated: bool) -> Inode | None:
-        """Find the node that a rename replaces, or None; if repeated, first by its staged file."""
+        """Find the node that a rename replaces, or None; if repeated, in the staged files first."""
         if is_repeated:
             for staged in self._writer.staging:
                 if staged.key == self._key(new) and not staged.is_unlinked:
@@ -300,7 +300,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Update a renamed staged file: which ETag it will replace, or that it was uploaded."""
+        """Update a renamed staged file: the ETag that it will replace, or that it was uploaded."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
@@ -455,7 +455,7 @@ class NameChanges(CreateRemove):
     async def _switch(
         self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Rename everything below a prefix on this mount, once all objects are copied."""
+        """Rename everything below a prefix in this mount's state, once all objects are copied."""
         uncached = await self._mover.move_cached(copies.by_version())
         await self._expect(copies)
         # If deletes are not allowed at all, this fails before the switch.

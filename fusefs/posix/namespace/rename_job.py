@@ -90,7 +90,7 @@ class RenameJob:
     known_at: float = field(default_factory=time.monotonic)
 
     def pending(self) -> dict[str, Any]:
-        """The rename as an entry for `fusefs sync`, like that of a file being uploaded."""
+        """The rename as an entry for `fusefs sync`, like the entry of a file being uploaded."""
         error = self.closure.error
         return {
             "key": self.old,

@@ -70,7 +70,7 @@ class EditBase:
 
 
 def has_small_holes(fd: int) -> bool:
-    """True if holes show single pages; ZFS and tmpfs with huge pages have larger blocks."""
+    """True if holes can be single pages; ZFS and tmpfs with huge pages have larger blocks."""
     return os.fstat(fd).st_blksize <= PAGE
 
 

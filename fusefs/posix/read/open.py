@@ -160,7 +160,7 @@ class Opener(MountPart):
     async def _look_again(self, inode: Inode) -> None:
         """Check an inode's version by a LIST; separate an outdated inode from its name.
 
-        The LIST page answers for the files beside it as well.
+        The LIST page answers for the file's neighbours as well.
         """
         asked, parent = inode.object.version, inode.parent
         if parent is None or inode.is_removed:
