@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import trio
 
-# The deadline is so many times the mean of the latest first-byte times, within bounds.
+# The deadline is MEANS times the mean of the latest first-byte times, within bounds in seconds.
 MEANS = 3.0
 LEAST_S = 0.05
 MOST_S = 0.5
 # Weight of the latest first-byte time in the mean.
 NEWEST = 1 / 16
 
-# After so many failures without a success between them, no request is sent for OPEN_S.
+# After FAILURES failures without a success between them, no request is sent for OPEN_S.
 FAILURES = 3
 OPEN_S = 30.0
 # Weight, as a failure, of a useless answer (an error, wrong bytes): it costs no wait, and if one of

@@ -34,13 +34,13 @@ GET, PUT = "CLUSTER GET", "CLUSTER PUT"
 GET_TIMEOUT_S = 1.0
 PUT_CONNECT_TIMEOUT_S = 2.0
 PUT_TIMEOUT_S = 5.0
-# Time-out of a whole block.
+# Time-out of the PUT of a whole block.
 PUT_LIMIT_S = 20.0
 # Pause before a PUT is repeated that collided with another node's PUT, which may fail.
 COLLIDED_S = 0.5
 # PUTs at a time, of the filler and of jobs.
 PUTS = 8
-# A frame with its tag: a range of so many bytes is received whole.
+# More than a frame with its tag: a range of up to so many bytes is received whole.
 SMALL = 257 << 10
 _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
@@ -197,9 +197,9 @@ class BlockBucket:
         """Store a block; return False if one exists, which only `overwrites` replaces.
 
         Raises:
-            AttemptError: the block was not stored, or that took too long.
+            AttemptError: the block could not be stored, or not in time.
         """
-        # No checksum of the whole is sent: each frame has its own.
+        # No checksum of the whole block is sent: each frame has its own.
         headers = {} if overwrites else {"if-none-match": "*"}
         call = Call(PUT, "PUT", self._prefix + name, headers=headers, body=body)
         with trio.move_on_after(PUT_LIMIT_S), _renewing(self._puts):

@@ -168,7 +168,7 @@ class _Lookup:
         self.is_sent = False
         # Set once the first bytes have arrived, or never will.
         self.begun = trio.Event()
-        self._is_on_its_way = trio.Event()  # it has a connection, or has ended
+        self._is_on_its_way = trio.Event()  # set once it has a connection, or has ended
         self._ended = trio.Event()
         self.outcome = LookupOutcome.CANCELLED
         self.why = ""
@@ -432,7 +432,7 @@ class ClusterTier:
                 is_from_source = True
                 await from_source(position, sink)
         finally:
-            # Even if the download was cancelled: the bytes that arrived are kept.
+            # Also after a cancelled download, as the bytes that arrived are kept.
             if is_from_source or (last is not None and last.race.winner == "s3"):
                 self._note_missed(version, position, stop, last)
 

@@ -164,8 +164,8 @@ class FusefsFileSystem(AbstractFileSystem):
     def expand_path(
         self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> list[str]:
-        # If a file's name has a wildcard, it means this file, and not the names that match it: only
-        # the files that `find` and `ls` returned are removed.
+        # A path with a wildcard means the file of exactly this name, if there is one, and not the
+        # names that match it: so only files that `find` and `ls` returned are removed.
         given = [path] if isinstance(path, str | os.PathLike) else path
         paths: list[str] = [self._strip_protocol(one) for one in given]
         found = {one for one in paths if has_magic(one) and self.exists(one)}
@@ -256,7 +256,7 @@ class FusefsFileSystem(AbstractFileSystem):
                 shutil.copyfileobj(source, copy, 1 << 20)
         elif fs is _LOCAL:
             _LOCAL.makedirs(_LOCAL._parent(target), exist_ok=True)
-            shutil.copyfile(at, target)  # fsspec's own treats any error as a missing file
+            shutil.copyfile(at, target)  # fsspec's method treats any error as a missing file
         else:
             fs.cp_file(at, target, **kwargs)
 
@@ -267,7 +267,7 @@ class FusefsFileSystem(AbstractFileSystem):
             (fs, at), (other, target) = self._below_root(path1), self._at(path2, for_writing=True)
             if fs is other is _LOCAL and _is_renamed(at, target):
                 return
-        if path1 != path2:  # fsspec's own would remove deeper files as well
+        if path1 != path2:  # fsspec's method would remove deeper files as well
             self.copy(path1, path2, recursive=True, maxdepth=maxdepth, on_error="raise")
             self.rm(path1, recursive=True, maxdepth=maxdepth)
 

@@ -55,7 +55,7 @@ class BucketMounts:
     """All bucket mounts that this process sees, always up to date; for any thread."""
 
     def __init__(self) -> None:
-        self._fd = -1  # of the kernel's table, since it was last read
+        self._fd = -1  # the kernel's table, open since it was last read
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
 

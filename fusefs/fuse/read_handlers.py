@@ -267,7 +267,7 @@ class Entries:
             self._held, self._valid = valid_s, _valid(valid_s)
         seconds, rest = self._valid
         packed = inode.packed or self._handlers.pack(inode)
-        # The type of readdir is the upper bits of the mode of stat.
+        # An entry's type in readdir is the upper bits of its mode in stat.
         kind = _MODE.unpack_from(packed, _MODE_AT)[0] >> 12
         self.data += _DIRENTPLUS.pack(
             inode.nodeid, 0, seconds, seconds, rest, rest, packed, inode.ino, offset, length, kind

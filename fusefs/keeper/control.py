@@ -52,7 +52,7 @@ class Loop:
         if timeout_s is not None:
             timeout_ms = int(1000 * min(max(0.0, timeout_s), LONGEST_WAIT_S)) + 1
         for fd, _ in self._poll.poll(timeout_ms):
-            handler = self._handlers.get(fd)  # None if a handler before has called `forget`
+            handler = self._handlers.get(fd)  # None if an earlier handler called `forget`
             if handler is not None:
                 handler()
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 DUMP_S = 0.5  # time in which a hanging daemon writes its stacks
-CUT_OFF_S = 1.0  # between a daemon's closed socket and its death
+CUT_OFF_S = 1.0  # time that a daemon has to end after it has closed its socket
 DRAIN_S = 1.0  # time in which a broker sends its last messages
 # A killed process in state D does not end; if it waits for a write, it may end later.
 LINGER_S = 5.0
@@ -207,7 +207,7 @@ class ProcessTable:
             BecomeBroker: in the forked child, the broker.
         """
         daemon = start_daemon(program, self._configuration, is_beside=task == wire.PREPARE)
-        point_to_null(1)  # only the first daemon has it, so the launcher sees EOF at its end
+        point_to_null(1)  # only the first daemon has stdout, so the launcher sees EOF at its end
         if task == wire.PREPARE:
             daemon.is_incoming = True
             self.incoming = daemon

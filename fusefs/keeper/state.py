@@ -84,7 +84,7 @@ class Program:
 
 
 class KeeperState:
-    """The mount, its registered files and its history. Times are monotonic seconds."""
+    """The state of a mount, its registered files and its history. Times are monotonic seconds."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -138,7 +138,7 @@ class KeeperState:
 
     @property
     def can_go_on(self) -> bool:
-        """True if another daemon would get all unanswered requests."""
+        """True if another daemon would get all requests that are still unanswered."""
         return self.has_resend or self.is_all_answered
 
     def note_end(self, reason: str) -> None:

@@ -41,7 +41,7 @@ from fusefs.store.errors import ErrorCode
 # -P keeps the working directory, which is "/", out of the module path.
 DAEMON = [sys.executable, "-P", "-m", "fusefs.daemon"]
 _PACKAGE_PARENT = os.fspath(Path(__file__).absolute().parents[2])
-# Without site-packages, to save memory.
+# The keeper runs without site-packages, to save memory.
 KEEPER = [
     sys.executable,
     "-I",

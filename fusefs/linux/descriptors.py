@@ -6,8 +6,8 @@ import errno
 import os
 import resource
 
-# Descriptors that are not used for programs' files: 128 for connections (the default), and as many
-# for commands, the catalog, records and files opened for a moment. If the limit is below 512, half.
+# Descriptors that are not used for programs' files (half of the limit if it is below 512): 128 for
+# connections (the default), and as many for commands, the catalog, records and short-lived files.
 RESERVED = 256
 
 

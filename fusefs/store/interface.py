@@ -25,7 +25,7 @@ class Priority(enum.IntEnum):
     PREFETCH = 2
 
 
-# The engine sends larger bodies from their file, and writes larger answers into theirs.
+# In bytes. The engine sends a larger body from its file, and writes a larger answer to its file.
 LARGE = 256 << 10
 
 # A function that returns a request's present priority, called each time a connection is free: the

@@ -209,7 +209,7 @@ class ConnectionBudget:
             waiter.turn.set()
 
     async def _admit_in_time(self) -> None:
-        """Admit waiters as their turns come, until none waits for the rate limit."""
+        """Admit waiters as the rate limit allows, until no waiter is delayed by it."""
         try:
             while self.waiting and not self.rate.is_due():
                 await trio.sleep_until(self.rate.due)

@@ -159,7 +159,7 @@ _ERRORS = {
     5: "proxy",  # COULDNT_RESOLVE_PROXY
     6: "resolve",  # COULDNT_RESOLVE_HOST
     7: "connect",  # COULDNT_CONNECT
-    8: "malformed",  # WEIRD_SERVER_REPLY: a header without a colon or with a NUL, for two
+    8: "malformed",  # WEIRD_SERVER_REPLY: a header without a colon or with a NUL, say
     18: "short",  # PARTIAL_FILE
     27: "malformed",  # OUT_OF_MEMORY: libcurl's code for a header that is too long
     28: "timeout",  # OPERATION_TIMEDOUT

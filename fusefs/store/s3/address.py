@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 # A listing of a thousand keys of the longest kind has 4 MiB.
 MOST_CONTENT = 16 << 20
 DOCUMENT = MemorySink(MOST_CONTENT)
-# A transfer slower than this (bytes a second, over so many seconds) is given up.
+# A transfer below LEAST_RATE bytes a second, over PACE_WINDOW_S seconds, is given up.
 LEAST_RATE, PACE_WINDOW_S = float(1 << 10), 30.0
 # The longest attempt of a request whose answer is no object. S3 begins the answer to a change that
 # takes minutes (a copy) at once, and sends blanks until the change is done.
 ATTEMPT_LIMIT_S = 960.0
-# Readers of a file that an answer is written into are woken once per so many bytes.
+# Readers of a file into which an answer is written are woken once per PIECE bytes.
 PIECE = 1 << 20
 _NOTHING: Mapping[str, Any] = {}
 

@@ -116,7 +116,7 @@ class Fence:
             try:
                 return await self.send(operation, condition, send)
             except ConflictError:
-                # Two writes collided, for the whole retry time.
+                # Without a condition, two writes have collided for the whole retry time.
                 if self.sent(operation, condition) is None:
                     raise
             there = await self.find(key)

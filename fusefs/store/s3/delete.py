@@ -51,7 +51,7 @@ async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: boo
         except (NotFoundError, ConflictError) as error:
             if fence.sent("DELETE", condition) is None:
                 if isinstance(error, NotFoundError):
-                    return None  # Google's store says so of a missing object
+                    return None  # Google's store answers 404 if there is no object
                 raise
             may_be_done |= error.may_be_done
         there = await fence.find(key)

@@ -73,7 +73,7 @@ class Getter:
         try:
             await self._download(part, priority)
         except StoreError as error:
-            # The answer of a server that does not know the header.
+            # A server that does not know the header `ASKING` answers with such an error.
             is_refused = type(error) in (StoreError, UnsupportedError)
             if not is_refused or not part.is_whole_and_small:
                 raise

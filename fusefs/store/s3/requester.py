@@ -185,7 +185,7 @@ class Requester:
         # The connections that may transfer large bodies, which take buffers.
         streams = min(settings.max_streams, settings.max_connections)
         self._streams = ConnectionBudget(streams, engine.nursery, self.connections)
-        # Small bodies in memory at a time; the others are on the disk.
+        # The number of small bodies in memory at a time; other bodies are on the disk.
         self.small_bodies = trio.Semaphore(2 * streams)
         self.engine = engine
         self.source = AccessSource(settings, engine.nursery)
@@ -291,7 +291,7 @@ class Requester:
     ) -> Completion:
         """Send a request once; return its answer, which has a status below 300.
 
-        `begun` is called once there is a connection. A cancelled request may have been executed.
+        `begun` is called once the request has a connection. A cancelled request may be executed.
 
         Raises:
             AttemptError: there was no such answer.

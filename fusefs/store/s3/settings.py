@@ -39,7 +39,7 @@ class WriteOptions:
     @classmethod
     def of(cls, settings: MountSettings) -> WriteOptions:
         """Return the options that a mount's settings choose."""
-        # A key without an encryption implies the usual one.
+        # A KMS key without an encryption implies SSE-KMS.
         encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
         is_aws_form = settings.attribute_form is AttributeForm.AWS
         return cls(settings.storage_class, encryption, settings.kms_key, settings.acl, is_aws_form)

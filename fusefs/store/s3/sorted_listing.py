@@ -27,7 +27,7 @@ logger = logging.getLogger("fusefs.store")
 KEPT_S = 60.0
 MOST_KEPT = 4
 _MEMORY_KIB = 2048
-# Most folders remembered as unordered; any other costs one page more.
+# Most folders remembered as unordered; a forgotten folder costs one page more.
 MOST_NOTED = 4096
 _LAST = "\U0010ffff"
 
