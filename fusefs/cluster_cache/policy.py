@@ -85,7 +85,7 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """True if requests are sent normally."""
+        """True if requests are sent: no series of failures has stopped them."""
         return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:

@@ -136,7 +136,7 @@ def _endpoint_of(place: BucketMount) -> str:
 
 
 def _trusted_owners() -> set[int]:
-    """Return the users whose mounts are trusted beside this user's own: root.
+    """Return the uids whose mounts are trusted beside this user's own: root's.
 
     In a container with its own user namespace, root's mounts are shown as an unknown user's, and
     nobody inside can have made such a mount.

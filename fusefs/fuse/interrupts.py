@@ -54,7 +54,7 @@ class WaitingRequest:
 
 
 class ProcessInspector(Protocol):
-    """A process that looks at processes in the mount's PID namespace: the keeper."""
+    """A connection to a process that can see the mount's PID namespace: the keeper."""
 
     @property
     def namespace(self) -> int:

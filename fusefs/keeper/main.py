@@ -43,8 +43,8 @@ MOST_FAILURES = 10
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
     """Make a keeper that has started its first daemon, or has adopted one that serves already.
 
-    With `fuse_fd` in `given` the mount exists. If the supervisor has its daemon, which lost its
-    keeper, that daemon is adopted; else one is started, unless another daemon `goes_on` serving.
+    With `fuse_fd` in `given` the mount exists. If the supervisor has the mount's daemon, it is
+    adopted; else a new daemon is started, unless another daemon `goes_on` serving.
 
     Raises:
         OSError: no daemon was adopted or could be started.

@@ -347,7 +347,7 @@ class UnansweredChanges:
         return []
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
-        """Return the keys below a prefix whose last change is unanswered."""
+        """Return the keys, below a prefix, of which the last change is unanswered."""
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:

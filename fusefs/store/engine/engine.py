@@ -212,7 +212,7 @@ class Transfer(_engine.Transfer):
         return self.status != 0
 
     def cancel(self) -> None:
-        """End the transfer soon, unless it is complete already; `completed` then returns."""
+        """Cancel the transfer, unless it is complete already; `completed` returns soon after."""
         self._was_cancelled = True
         self._native.cancel(self)
 

@@ -18,7 +18,7 @@ SKEWED = "RequestTimeTooSkewed"
 
 
 class ServerClock:
-    """The clock of one store: this machine's, corrected by `offset_s`."""
+    """The clock of one store: this machine's clock, corrected by `offset_s` seconds."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0

@@ -317,7 +317,7 @@ class Upload:
         return await head.find(self._requester, state.key, size, state.metadata, checksum)
 
     async def discover(self) -> None:
-        """Determine which parts of the upload the bucket has, or that it was completed.
+        """Find out which parts of the upload the bucket has, or that the upload was completed.
 
         Raises:
             NotFoundError: there is no such upload, and no object made by it.
