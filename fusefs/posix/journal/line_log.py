@@ -103,7 +103,7 @@ def line(fields: list[Any]) -> bytes:
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """Read a log; return the fields of each key's last line, but no keys without any. Blocks."""
+    """Read a log; return by key the fields in the key's last line, if it has any. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

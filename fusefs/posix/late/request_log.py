@@ -138,7 +138,7 @@ class RequestLog:
         self._count = count
 
     def close(self, *, remove: bool) -> None:
-        """Close the log; `remove` it if no change is under way any more."""
+        """Close the log; `remove` the file if no change is under way any more."""
         self._map.close()
         os.close(self._fd)
         if remove:

@@ -79,7 +79,7 @@ class DeferredChange:
         return self.info.key
 
     def size(self) -> int:
-        """The number of bytes that wait to be sent: 0."""
+        """The bytes of content to be sent: 0, as attributes have no content."""
         return 0
 
     def line(self) -> bytes:
@@ -247,7 +247,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """Assign a change made during a rename to the new object (None: drop the change)."""
+        """Move a change of `key`, made during its rename, to the new object; drop it for None."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:

@@ -124,7 +124,7 @@ class HeadCache:
         return self.needs_head_of(inode, self.assumed(inode.parent))
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
-        """The result of `needs_head`, with given assumptions about the inode's directory."""
+        """True if `needs_head` holds with the given assumptions about the inode's directory."""
         may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
         until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until
@@ -222,7 +222,7 @@ class HeadCache:
         return self._policy.is_undecided(self._inodes.key(directory))
 
     async def sample(self, directory: Inode, segment: Segment, *, is_listed: bool = True) -> None:
-        """Send HEADs of a few of a directory's names, which may save the others; wait for them.
+        """Send HEADs of a few of a directory's names, which may save all others; await the answers.
 
         If the directory is not being listed (`is_listed`), a writable mount sends no sample at
         the first lookup.
@@ -301,7 +301,7 @@ class HeadCache:
             self._remember(current, known)
 
     def described(self, info: ObjectInfo) -> None:
-        """Note and show the attributes that came with the GET of an object."""
+        """Remember the attributes that an object's GET has brought, and show them to the kernel."""
         known = self._observe(info)
         inode = self._inodes.at(info.key)
         if inode is not None and _is_same(info, inode.info) and self.lacks(inode):
@@ -417,7 +417,7 @@ class HeadCache:
         self._keep(key, self._send(key))
 
     def _keep(self, key: str, head: PendingHead) -> None:
-        """Keep an answer that no request has used yet."""
+        """Store a HEAD that no request has used yet; beyond MOST_KEPT the oldest is dropped."""
         self._pending[key] = head
         if len(self._pending) > MOST_KEPT:
             self._pending.popitem(last=False)
@@ -428,7 +428,7 @@ def _modified_ns(inode: Inode) -> int:
 
 
 def _version(info: ObjectInfo) -> int:
-    """A hash that differs for other objects, and for this one after a change of its metadata."""
+    """A hash of an object's version; a change of content or metadata gives it another hash."""
     # Whole seconds: some servers list fractions, which a HEAD lacks.
     return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
 

@@ -159,7 +159,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
 
 
 def drop_unneeded(writer: Writer) -> None:
-    """Release restored files not open any more: unlinked, abandoned, and former cache files."""
+    """Release unlinked files that are not open; treat abandoned and cache files as just closed."""
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()

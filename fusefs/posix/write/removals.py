@@ -90,7 +90,7 @@ class Removal:
     hurry: trio.Event = field(default_factory=trio.Event)
 
     def size(self) -> int:
-        """The number of bytes that wait to be sent: 0."""
+        """The bytes of content to be sent: 0, as a removal has no content."""
         return 0
 
     def line(self) -> bytes:

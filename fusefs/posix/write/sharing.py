@@ -67,7 +67,7 @@ class Sharing(MountPart):
         return backing is None or bool(await self._backing.register(backing))
 
     def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
-        """The `CacheFile` that became a staged file; None if its st_ino is not `st_ino`."""
+        """The `CacheFile` that a staged file was before; None if its st_ino is not `st_ino`."""
         if os.fstat(staged.fd).st_ino != st_ino:
             return None
         if staged.backing is None:

@@ -166,7 +166,7 @@ class Uploader(UploadSteps):
 
     @asynccontextmanager
     async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock; while an upload has it, the waiting time counts as the upload's."""
+        """Hold a file's lock; the wait for an upload that holds the lock counts as its work."""
         attempt = self._attempts.get(staged)
         if attempt is not None and staged.lock.locked():
             with waiting_for(attempt.work):
@@ -385,7 +385,7 @@ class Uploader(UploadSteps):
             self._staging.rebase(staged.base, info.version)
 
     async def reserve(self, staged: StagedFile) -> None:
-        """Put an empty object for an open O_EXCL file, so that others see it; log failures."""
+        """Put an empty object for an open O_EXCL file, for other nodes to see; log failures."""
         try:
             async with self._locked_to_send(staged):
                 if is_undecided(staged):
@@ -468,5 +468,5 @@ class Uploader(UploadSteps):
 
 
 def _full_parts(staged: StagedFile, upload: Upload) -> list[int]:
-    """The numbers of the parts that are full and that the bucket does not have."""
+    """The numbers of a growing file's full parts that the bucket does not have yet."""
     return [n for n in range(1, upload.part_at(staged.written_to)) if not upload.has(n)]

@@ -173,7 +173,7 @@ class Writer(MountPart):
         return waiting(self._open_later(inode, flags, caller))
 
     def _check_overwriting(self, inode: Inode) -> None:
-        """Raise EPERM if --no-delete forbids to overwrite the file's object."""
+        """Raise EPERM if --no-delete forbids to overwrite the object of a file."""
         is_new = inode.staged is not None and inode.staged.etag is None
         if not self.rules.may_delete and not is_new:
             raise OSError(errno.EPERM, "the mount removes and overwrites nothing (--no-delete)")
@@ -508,7 +508,7 @@ class Writer(MountPart):
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write once a file's lock is free; an append passes `staged.rebases` of its request."""
+        """Write once a file's lock is free; append at the new end if `rebases` is outdated then."""
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
