@@ -65,17 +65,6 @@ async def test_an_identity_that_is_refused_for_long_is_shut_out(
     assert watched.guard.is_shut
 
 
-async def test_it_is_let_in_again_as_soon_as_it_is_not_refused(
-    watched: Watched, autojump_clock: MockClock
-) -> None:
-    watched.probe.is_closed = True
-    await trio.sleep(3 * AFTER_S)
-    watched.probe.is_closed = False
-    await trio.sleep(AFTER_S / 4)
-    assert watched.changes == [True, False]
-    assert watched.guard.refused_s is None
-
-
 async def test_a_store_that_tells_nothing_shuts_no_identity_out(
     watched: Watched, autojump_clock: MockClock
 ) -> None:
@@ -112,17 +101,6 @@ async def test_while_others_are_answered_nothing_is_requested(
         watched.probe.answered = trio.current_time()
         await trio.sleep(AFTER_S / 10)
     assert watched.probe.calls == 0
-
-
-async def test_the_next_daemon_does_not_start_with_trust(
-    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    monkeypatch.setattr("fusefs.daemon.access_guard.time.monotonic", trio.current_time)
-    watched.probe.is_closed = True
-    await trio.sleep(3 * AFTER_S)
-    following = Watched(tmp_path / "refused")
-    following.guard.recall()
-    assert following.changes == [True]
 
 
 async def test_without_the_setting_no_store_is_probed(

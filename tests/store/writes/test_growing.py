@@ -27,19 +27,6 @@ def file(make_file: MakeFile) -> LocalFile:
     return make_file(PART + 1000)
 
 
-async def test_a_file_is_sent_while_it_is_written(
-    store: S3Store, upload: Upload, bucket: Bucket, faulty: FaultyS3, file: LocalFile
-) -> None:
-    await upload.send(file.fd, [1], file.size)
-    file.append(2 * PART)
-    assert upload.missing(file.size) == [2, 3, 4]
-    await upload.send(file.fd, [2, 3, 4], file.size)
-    info = await upload.complete(file.size)
-    assert info == await store.head("file")
-    assert len(faulty.requests("PART")) == 4
-    assert digest(stored(bucket, "file")) == digest(file.data)
-
-
 async def test_the_last_part_of_a_file_that_has_grown_is_missing(
     upload: Upload, bucket: Bucket, file: LocalFile
 ) -> None:

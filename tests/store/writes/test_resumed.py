@@ -131,24 +131,6 @@ async def test_a_cancelled_file_leaves_nothing_behind(
     assert keys(bucket) == []
 
 
-async def test_unchanged_parts_are_copied_on_the_server(
-    store: S3Store, bucket: Bucket, file: LocalFile
-) -> None:
-    old = await put(store, "file", file)
-    file.change(PART + 5, b"changed")
-    before = store.counters()["bytes_sent"]
-    upload = await store.begin_upload("file", Write(metadata=METADATA, content_type=None))
-    await upload.send(file.fd, [2], file.size)
-    for number, start in ((1, 0), (3, 2 * PART), (4, 3 * PART)):
-        stop = min(start + PART, file.size)
-        await upload.copy_part(number, old.version, start, stop)
-    info = await upload.complete(file.size, IfMatch(old.etag))
-    assert info == await store.head("file")
-    assert store.counters()["bytes_sent"] - before == PART
-    assert store.counters()["copies"] == 3
-    assert digest(stored(bucket, "file")) == digest(file.data)
-
-
 async def test_copied_parts_are_not_copied_again_after_a_restart(
     store: S3Store, bucket: Bucket, file: LocalFile
 ) -> None:

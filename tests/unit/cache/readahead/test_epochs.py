@@ -4,21 +4,16 @@ The ratios are counts of bytes: the files are tiny, and so is the cache.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from bench.eviction import ORDERS, Fusefs, Read, files, first_ahead, shares, shuffled
+from bench.eviction import ORDERS, Fusefs, files, first_ahead, shares, shuffled
 from fusefs.cache.cached_file import CacheFile, Rank
 from fusefs.cache.eviction_order import MOST_REMEMBERED, EvictedFiles, EvictionOrder
-from tests.support.local_cache import Parts, cache_in, version
 
 MIB = 1 << 20
 CACHE = 300 * MIB
 LEAST = {"shuffled": 0.47, "fixed": 0.45, "sequential": 0.45}
-
-Order = Callable[[list[Read], int, int], Iterator[list[Read]]]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -48,29 +43,6 @@ def test_files_of_many_sizes_take_turns_as_well() -> None:
 def test_nearly_half_is_there_as_well_after_an_epoch_that_was_fetched_ahead(seed: int) -> None:
     # What stays was used late in it, so the first intervals of the next are short.
     assert first_ahead(Fusefs(CACHE), seed) >= 0.45
-
-
-async def epochs(parts: Parts, order: Order, names: str, count: int) -> list[float]:
-    """The share of each epoch that came from the cache: of 120 files, room for 60."""
-    answer = []
-    for epoch in order(files(names, 120), count, 1):
-        before = len(parts.bucket.requested)
-        for name, _ in epoch:
-            await parts.fetch(version(name, 4096))
-        answer.append(1 - (len(parts.bucket.requested) - before) / 120)
-    return answer
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_the_files_on_the_disk_follow_the_order(tmp_path: Path, order: str) -> None:
-    async with cache_in(tmp_path, limit=60 * 4096) as parts:
-        before = await epochs(parts, ORDERS[order], "a", 4)
-        after = await epochs(parts, ORDERS[order], "b", 3)
-        assert parts.quota.used <= 60 * 4096
-    assert sum(before[1:]) / 3 >= 0.45
-    assert after[2] >= 0.4
-    async with cache_in(tmp_path, limit=60 * 4096) as parts:
-        assert (await epochs(parts, ORDERS[order], "b", 1))[0] >= 0.4
 
 
 class Room:

@@ -119,20 +119,6 @@ async def test_the_names_themselves_wait(process: Process) -> None:
     assert {key for key in process.store.objects if key.endswith("/")} == {"a/", "b/", "c/"}
 
 
-async def test_changes_wait_for_the_next_process_as_well(mount: MortalMount) -> None:
-    async with killed_while_copying(mount):
-        pass
-    stop = Stop(mount.store, "COPY", "b/z")
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        await stop.reached.wait()
-        nursery.start_soon(process.unlink, "a/x")
-        nursery.start_soon(process.overwrite, "a/y", b"2")
-        await wait_all_tasks_blocked()
-        assert mount.store.contents().keys() >= {"a/x", "a/y", "a/z", "b/x", "b/y"}
-        stop.go_on.set()
-    assert mount.store.contents() == {"b/y": b"2", "b/z": b"z"}
-
-
 async def test_what_is_staged_is_uploaded_by_the_next_process_after_the_rename(
     mount: MortalMount,
 ) -> None:
