@@ -30,17 +30,6 @@ def of_user(uid: int, script: str, directory: Path) -> None:
     )
 
 
-def test_a_volume_is_read_and_written_and_leaves_nothing(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("static", target, bucket=data.name, prefix="a")
-    assert (target / "hello").read_bytes() == b"hello"
-    (target / "new").write_bytes(b"new")
-    assert data.client.get_object(Bucket=data.name, Key="a/new")["Body"].read() == b"new"
-    node.unpublish("static", target)
-    until(lambda: not node.leftovers(), "nothing is left")
-    data.delete("a/new")
-
-
 def test_pods_share_one_mount_until_the_last_of_them_goes(node: Node, data: Bucket) -> None:
     targets = [node.target(f"pod-{number}") for number in range(3)]
     for number, target in enumerate(targets):

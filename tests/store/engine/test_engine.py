@@ -331,11 +331,6 @@ async def test_connections_are_reused(engine: Engine) -> None:
         assert server.connections == 1
 
 
-async def test_a_redirect_is_an_answer(engine: Engine) -> None:
-    completion = await exchanged(engine, lambda _: [answer(b"", "307 Go", location="/b")])
-    assert (completion.status, completion.headers["location"]) == (307, "/b")
-
-
 async def test_headers_that_cannot_be_sent_are_refused(engine: Engine) -> None:
     for name, value in (("a", "b\r\nc: d"), ("a", "b\0"), ("a", "€")):
         with pytest.raises(ValueError):  # noqa: PT011

@@ -121,14 +121,6 @@ async def test_prefetches_leave_connections_for_the_next_demand(nursery: trio.Nu
     assert "demand" in holders.holding
 
 
-async def test_cancelling_a_holder_gives_the_connection_to_the_next(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1, nursery), nursery)
-    await holders.start("a", demand)
-    await holders.start("b", demand)
-    await holders.cancel("a")
-    assert holders.holding == ["b"]
-
-
 async def test_cancelling_a_waiter_costs_no_other_a_turn(nursery: trio.Nursery) -> None:
     budget = ConnectionBudget(1, nursery)
     holders = Holders(budget, nursery)
