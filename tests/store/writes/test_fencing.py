@@ -7,7 +7,7 @@ import pytest
 
 from fusefs.store import capabilities, probing
 from fusefs.store.capabilities import PROBE_NAME, Capabilities
-from fusefs.store.errors import AccessDeniedError, StaleVersionError
+from fusefs.store.errors import StaleVersionError
 from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource, without_token
 from fusefs.store.interface import IF_ABSENT, Expect, IfMatch, Write
 from fusefs.store.s3 import copy
@@ -262,16 +262,6 @@ async def test_a_condition_that_is_not_implemented_is_not_honoured(
 ) -> None:
     faulty.add("PUT", PROBES, times=1, code="NotImplemented")
     assert (await probing.probe(store, "", in_parts=False)).missing == ["conditions"]
-
-
-async def test_where_nothing_may_be_written_nothing_is_found(
-    store: S3Store, faulty: FaultyS3
-) -> None:
-    faulty.clear()
-    faulty.add(key=PROBES, code="AccessDenied")
-    with pytest.raises(AccessDeniedError):
-        await probing.probe(store, "", in_parts=False)
-    assert len(faulty.requests(key=PROBES)) == 1
 
 
 def test_what_was_found_is_kept_for_a_day_and_for_one_bucket(
