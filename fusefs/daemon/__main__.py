@@ -12,9 +12,9 @@ def _known_library(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # as in `main`: imported objects stay, and need not be scanned
-    # When trio is imported it looks for this library, to name its threads, with a process
-    # (`ldconfig -p`) that takes a twentieth of the time of all imports.
+    gc.disable()  # imported objects stay, and need not be scanned (see entry.py)
+    # trio, when imported, looks for libpthread to name its threads, by a process (`ldconfig -p`)
+    # that takes a twentieth of the time of all imports.
     ctypes.util.find_library = _known_library
     from fusefs.linux.process_title import set_title
 

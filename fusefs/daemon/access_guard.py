@@ -1,13 +1,13 @@
-"""The guard of cached data: if S3 refuses the mount's identity, the cache is not served either.
+"""The access guard: if S3 refuses the mount's identity, the cache is not served either.
 
-Without it, an identity whose rights were revoked could go on reading from the cache. With
+Without the guard, an identity whose rights were revoked could continue to read from the cache. With
 `--revoke-after TIME`, the mount checks its rights: whenever no request has succeeded for half of
 TIME, it lists one key of its prefix. The cache is shut if S3 refuses all requests for TIME. Only
 refusals count: a time-out, expired credentials or a failing server say nothing about rights.
 
 While the cache is shut, lookups, opens and reads fail, and passthrough files that are not open are
-unregistered. The first request that succeeds reopens the cache. The state is on record beside the
-mount's socket, so that a new daemon does not serve the cache until it has checked.
+unregistered. A check after a request that succeeded reopens the cache. The time of the refusals is
+on record beside the mount's socket, so that the cache stays shut in the mount's next daemon.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORTEST_PAUSE_S = 0.5
 
 
 class AccessGuard:
-    """Checks one mount's rights, unless `after_s` is inf; calls `shut(is_shut)` on a change."""
+    """Checks one mount's rights, unless `after_s` is inf; calls `shut` when `is_shut` changes."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class AccessGuard:
 
     @property
     def refused_s(self) -> float | None:
-        """The seconds for which S3 has refused the mount's requests; None if it accepts them."""
+        """The seconds for which S3 has refused the mount's requests; None if S3 accepts them."""
         return None if self._since is None else trio.current_time() - self._since
 
     def recall(self) -> None:
@@ -61,7 +61,7 @@ class AccessGuard:
         self._judge()
 
     async def run(self) -> None:
-        """Check the rights whenever the mount has no successful requests, until cancelled."""
+        """Check the rights after half of `after_s` without a success, until cancelled."""
         if self._after_s == float("inf"):
             return
         quiet_s = self._after_s / 2
@@ -86,7 +86,7 @@ class AccessGuard:
             self._judge()
 
     def _put_on_record(self) -> None:
-        """Write the state for the next daemon; errors are logged, since that one checks too."""
+        """Write the state for the next daemon; an error is logged, as that daemon checks too."""
         try:
             if self._since is None:
                 self._record.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The daemon's end of its control socket (launch/control.py has the commands' end).
 
 Requests are bounded in size and time, so that no client can block the daemon. Only the
-mount's owner can access the directory and the socket. The peer's credentials are checked
+mount's owner can access the socket and its directory. The client's credentials are checked
 as well: the daemon answers only the owner and root.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Answer = Callable[[Message], Message | Awaitable[Message]]
 
-# The longest request is a piece of a list of paths, whose characters JSON may escape.
+# The maximum size: the longest request is a piece of a list of paths, with JSON's escapes.
 MAX_REQUEST = 256 << 10
 CLIENT_TIMEOUT_S = 5.0
 
@@ -35,7 +35,7 @@ CLIENT_TIMEOUT_S = 5.0
 async def serve(
     path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
 ) -> None:
-    """Answer clients on `path` by `answer`, until cancelled. Calls `started()` when it listens."""
+    """Listen on `path`, call `started()`, and answer clients by `answer`, until cancelled."""
     listener = Listener(os.fspath(path))
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener.socket))
     try:
@@ -59,9 +59,9 @@ async def _serve_client(answer: Answer, stream: trio.SocketStream) -> None:
 
 
 async def _reply(stream: trio.SocketStream, answer: Answer) -> bytes:
-    """Read a request and return the answer as JSON; any error becomes an `error` answer."""
+    """Read a request and return its answer as JSON, `{"error": …}` for any error."""
     try:
-        message = await _receive(stream)  # first: a client that still sends would miss a refusal
+        message = await _receive(stream)  # before a refusal, which a sending client would miss
         if not sockets.is_trusted(stream.socket):
             raise ControlError("only the mount's owner and root are answered")
         ACTIVITY.note()

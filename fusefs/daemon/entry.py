@@ -1,4 +1,4 @@
-"""A daemon's process: its input, its answer to the launcher, and its exit status.
+"""The main function of a daemon's process: input, answer to the launcher, and exit status.
 
 The launcher or the keeper starts `python -m fusefs.daemon` and writes the settings as JSON to its
 standard input. The daemon writes one line to its standard output: `{"ready": true, "pid": …}` when
@@ -29,7 +29,7 @@ logger = logging.getLogger("fusefs.daemon")
 
 
 def _run(settings: MountSettings) -> None:
-    """Serve one mount until it is unmounted; raises USER_ERRORS if the mount can't be started."""
+    """Serve one mount until it is unmounted; raise one of USER_ERRORS if it can't be started."""
     setup.set_up(settings)
     daemon = Daemon(settings, status.answer, status.log_waiting)
     try:
@@ -52,8 +52,8 @@ def _tell(message: dict[str, object]) -> None:
 
 def main() -> int:
     forbid_inspection()  # before any secret is in memory
-    # The objects that a start creates stay: modules, botocore's models, perhaps a million restored
-    # nodes. Scanning them for garbage takes a twentieth of a start, and more with many nodes.
+    # No garbage collection during the start, as almost all objects stay: modules, botocore's
+    # models, perhaps a million nodes. Scanning them takes a twentieth of the time of a start.
     gc.disable()
     try:
         _run(setup.read_input(sys.stdin.read()))

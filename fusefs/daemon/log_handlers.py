@@ -1,10 +1,9 @@
 """The daemon's log: lines on standard error; a log file has a bounded size.
 
-Keeper, broker and all daemons of a mount append to one file, of which they only
-have the descriptor, since its directory may be root's. So it can't be rotated: after
-a rename all would go on writing to the renamed file. Instead the oldest part is cut
-out of the file by one call of fallocate(2), while all processes go on appending; only
-the oldest lines are lost.
+Keeper, broker and all daemons of a mount append to one file, of which they have only
+the descriptor, since its directory may be root's. So the file can't be rotated: after
+a rename the processes would continue to write to the renamed file. Instead one call
+of fallocate(2) cuts the oldest lines out of the file, while all processes append.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fusefs.linux import libc, log_line
 from fusefs.settings.display import shown
 from fusefs.settings.mount import MountSettings
 
-# The number of bytes that are cut from a full log; a log has at most twice as many.
+# The number of bytes that are cut from a full log; a full log has twice as many.
 PART = 10 << 20
 # The number of lines between two checks of the size.
 LOOK_EVERY = 256
@@ -34,7 +33,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         self._fd = fd
         self._part = part
         self._lines = 0
-        # The offset of the first data in a file that can't be made shorter.
+        # The offset of the first data, behind the freed blocks of a file that can't be shortened.
         self._start = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -53,7 +52,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                # This file system can only free the blocks.
+                # This file system cannot cut the part out, but can free its blocks.
                 self._start = size - self._part
                 libc.allocate(self._fd, libc.PUNCH_HOLE | libc.KEEP_SIZE, 0, self._start)
         except OSError:
@@ -61,7 +60,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
 
 
 class OneLineFormatter(logging.Formatter):
-    """A formatter that escapes control characters such as newlines, which keys may contain."""
+    """A formatter that escapes newlines and other control characters, which keys may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         trace = self.formatException(record.exc_info) if record.exc_info else ""
@@ -70,7 +69,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def set_up(settings: MountSettings) -> None:
-    """Log to standard error; if that is a file that fusefs has opened, its size is bounded."""
+    """Log to standard error; bound the size if standard error is a file that fusefs opened."""
     is_ours = settings.log_file is not None or not settings.foreground
     is_file = stat.S_ISREG(os.fstat(2).st_mode)
     handler = BoundedHandler(2) if is_ours and is_file else logging.StreamHandler()

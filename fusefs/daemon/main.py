@@ -1,11 +1,11 @@
 """The daemon of one mount: builds all parts and runs their tasks in one nursery.
 
-The daemon sends a first request to the bucket (most mistakes show there), opens the cache, mounts,
-and serves. When the file system is unmounted, by any process, all other tasks are cancelled, the
-cache's catalog is written, and the process ends.
+The daemon sends a first request to the bucket, which shows most mistakes of users, opens the cache,
+mounts, and serves. When any process unmounts the file system, all other tasks are cancelled, the
+cache's catalog is written, and the daemon's process ends.
 
 SIGTERM and SIGINT unmount; a mount that is in use is detached, and ends with its last user or with
-a second signal. SIGUSR2 logs the waiting requests and downloads.
+a second signal. SIGUSR2 logs the waiting requests and the downloads.
 """
 
 from __future__ import annotations
@@ -104,18 +104,18 @@ INIT_TIMEOUT_S = 30
 # costs the event loop 3% to 7% more.
 GARBAGE_AFTER = 10_000
 COMPACT_EVERY_S = 10.0
-# The longest wait, while mounting, for the answers to the prober's first requests.
+# The longest wait of a new mount for the answers to the prober's first requests.
 PROBE_S = 2.0
-# A warning is given for a cache with less room than this.
+# The user is warned of a cache with less room than this.
 LEAST_ROOM = 64 << 20
-# The interval at which a mount that was taken over retries to register itself for commands.
+# The pause between a daemon's attempts, after a takeover, to register its mount for commands.
 REGISTER_EVERY_S = 5.0
-# Called when the mount answers, with warnings for the user.
+# A function that is called when the mount answers, with warnings for the user.
 Ready = Callable[[list[str]], None]
 
 
 class Daemon:
-    """One mount with all its parts. `answer` is called for commands, `log_waiting` on SIGUSR2."""
+    """One mount with all its parts; calls `answer` for commands and `log_waiting` on SIGUSR2."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Daemon:
         self._is_unmounted = False
 
     async def run(self, ready: Ready) -> None:
-        """Mount or take over, call `ready`, and serve to the end; may raise USER_ERRORS."""
+        """Mount or take over, call `ready`, and serve until the end; may raise USER_ERRORS."""
         if self.settings.session != SessionKind.PYFUSE3:
             self._takeover = await Takeover.begin(self.settings)
         async with open_store(setup.s3_settings(self.settings), self._described) as self.store:
@@ -165,7 +165,7 @@ class Daemon:
                 self._takeover.keeper.ending()
 
     def _build(self, nursery: trio.Nursery) -> None:
-        """Create the parts that do not depend on the session; their tasks run in `nursery`."""
+        """Create the parts that do not need the FUSE session; their tasks run in `nursery`."""
         self._nursery = nursery
         prefix = self.settings.source.prefix
         allowed = setup.s3_settings(self.settings)
@@ -224,7 +224,7 @@ class Daemon:
         )
 
     def _pending(self, key: str) -> tuple[int, int]:
-        """The numbers of files and of bytes at or below a key that are not uploaded yet."""
+        """Return the number and the bytes of files at or below a key that wait for upload."""
         writer = self.operations.writer
         staged = writer.backlog.files(key) if writer is not None else []
         return len(staged), sum(file.size() for file in staged)
@@ -247,7 +247,7 @@ class Daemon:
 
     @property
     def _identity(self) -> str:
-        """Identity of the mount's bucket, as text: endpoint and bucket."""
+        """The endpoint and the bucket of the mount as one text, the bucket's identity."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
     @property
@@ -274,7 +274,7 @@ class Daemon:
         )
 
     def _principal_directory(self) -> str:
-        """The name of the cache subdirectory for the mount's credentials; may raise as `recall`."""
+        """Return the name of the credentials' cache subdirectory; raises as `Takeover.recall`."""
         takeover = self._takeover
         if takeover is not None and not takeover.is_fresh:
             # The recorded name is used, because finding the credentials' owner takes a second.
@@ -293,7 +293,7 @@ class Daemon:
                 await self._register(nursery)
                 if isinstance(session, Session):
                     assert self._takeover is not None
-                    # After registering: a command that upgrades now returns, and finds this daemon.
+                    # After the registration, because `fusefs upgrade` returns now.
                     self._takeover.serving(has_resend=session.has_resend)
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)
@@ -327,13 +327,13 @@ class Daemon:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     async def _register(self, nursery: trio.Nursery) -> None:
-        """Register the mount for commands. A new mount raises errors; after a takeover, retry."""
+        """Register the mount for commands; after a failure, raise in a new mount, else retry."""
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:
             if self._is_fresh:
                 raise
-            # Programs are served all the same. The disk of /run may have room later.
+            # Programs are served all the same; the disk of /run may have room later.
             logger.error("commands do not find this mount for now: %s", error)
             nursery.start_soon(self._register_later, nursery)
 
@@ -363,7 +363,7 @@ class Daemon:
             )
         if settings.source.prefix and self.store.is_prefix_empty:
             warnings.append(f"{settings.source} is empty. Is the prefix spelled correctly?")
-            # Logged as INFO: each new volume claim begins empty; the warning is for the user.
+            # Logged as INFO, because each new volume of a Kubernetes claim begins empty.
             logger.info("%s", warnings[-1])
         room = self.cache.quota.limit
         if room < LEAST_ROOM:
@@ -387,7 +387,7 @@ class Daemon:
         return mountinfo.find_mount(self.settings.mountpoint) is None
 
     def _watch_rights(self, nursery: trio.Nursery) -> None:
-        """Start the access guard, which shuts the cache when S3 refuses all requests."""
+        """Start the access guard, which shuts the cache if S3 refuses all requests."""
         settings = self.settings
         record = registry.directory_of(settings.mountpoint) / "refused"
         self.access_guard = AccessGuard(
@@ -399,7 +399,7 @@ class Daemon:
     def _shut(self, is_shut: bool) -> None:
         self.operations.is_shut = is_shut
         self.backing.drop_unused()
-        # The kernel must drop its cached names.
+        # The kernel must drop the names that it has cached.
         self.operations.notifier.invalidate_names()
 
     async def _until_ended(self, session: Session | PyfuseSession, serving: trio.Nursery) -> None:
@@ -483,12 +483,12 @@ class Daemon:
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend, aborts)
 
     def _described(self, info: ObjectInfo) -> None:
-        """Pass an object's metadata from a GET's answer to the head cache."""
+        """Pass an object's metadata, from the answer to a GET, to the head cache."""
         self.operations.head_cache.described(info)
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
-        """Mount or take over, and yield the session that serves; closes it in the end."""
+        """Mount or take over, and yield the session for the block; then close the descriptor."""
         settings, takeover = self.settings, self._takeover
         assert takeover is not None
         if takeover.is_fresh:
@@ -561,7 +561,7 @@ class Daemon:
         return PassthroughFiles(takeover.keeper)
 
     async def _leave_when_quiesced(self, takeover: Takeover, session: Session) -> None:
-        """Wait for QUIESCE, then stop reading requests; the upgrade's daemon gets the others."""
+        """Stop reading requests when the keeper sends QUIESCE; the next daemon reads the rest."""
         await takeover.keeper.quiesced.wait()
         session.stop_reading()
 
@@ -579,7 +579,7 @@ class Daemon:
             yield session
 
     async def _compact(self) -> None:
-        """Rewrite the journal whenever it has grown, a few items at a time."""
+        """Rewrite the journal whenever it has grown too much, until cancelled."""
         log = self._log
         while True:
             await ACTIVITY.pause(COMPACT_EVERY_S, idle_s=2 * COMPACT_EVERY_S)
@@ -602,7 +602,7 @@ class Daemon:
 async def _watch_signals(
     unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
 ) -> None:
-    """Handle signals until cancelled: SIGTERM and SIGINT unmount, a second exits, SIGUSR2 logs."""
+    """Handle signals until cancelled: SIGTERM and SIGINT `unmount`, then exit; SIGUSR2 logs."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
         is_ending = False
         async for number in received:

@@ -25,7 +25,7 @@ from fusefs.telemetry.stalls import CAUSES, STALLS
 
 Samples = dict[str, list[Sample]]
 
-# A keeper that does not answer at once hangs; the other values must not wait for it.
+# Short, because a keeper that does not answer at once hangs, and the other values would wait.
 KEEPER_TIMEOUT_S = 0.5
 
 
@@ -64,7 +64,7 @@ def _mount(parts: Daemon) -> Samples:
 def _cache(parts: Daemon) -> Samples:
     cache = parts.cache
     counters = parts.operations.counters
-    # The fetched bytes that were read for the first time, and for which no reader waited.
+    # The bytes that no reader waited for, of the fetched bytes that were read for the first time.
     ahead = counters.miss_bytes - counters.unkept_bytes - parts.downloader.waited_bytes
     counters.ahead_bytes = max(counters.ahead_bytes, ahead)
     return {
@@ -136,7 +136,7 @@ def _uploads(parts: Daemon) -> Samples:
         return {}
     unsent = writer.backlog.unsent("")
     now = trio.current_time()
-    # A file that a program has open, such as a log that is written for days, is not late.
+    # The upload of a file that a program has open, such as a log, is not due.
     due = [staged for staged in unsent if writer.backlog.state(staged) != OPEN]
     return {
         "upload_pending_files": [value(len(unsent))],
@@ -172,8 +172,8 @@ def _plans(parts: Daemon) -> Samples:
 
 def _process(parts: Daemon) -> Samples:
     assert parts.session is not None
-    # This is the event loop's thread. The time in which it polled for requests is not busy time;
-    # that is measured by the clock, so the difference might decrease if the thread is preempted.
+    # The CPU time of this thread, the event loop's, without the time in which it polled for
+    # requests. The polling is measured by the clock, so preemption may make the difference shrink.
     parts.loop_busy_s = max(parts.loop_busy_s, time.thread_time() - parts.session.polled_s)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
@@ -184,17 +184,17 @@ def _process(parts: Daemon) -> Samples:
 
 
 async def _keeper(mountpoint: Path) -> Samples:
-    """The keeper's counters, which outlive daemons; no samples if it does not answer."""
+    """Return the keeper's counters, which outlive daemons; empty if it does not answer."""
     look = partial(keeper_status, mountpoint, KEEPER_TIMEOUT_S)
     try:
-        # A limiter of its own: calls that wait for a slow disk may hold all threads of the
-        # default limiter.
+        # A limiter for this call alone: calls that wait for a slow disk may occupy all threads of
+        # the default limiter.
         thread = trio.CapacityLimiter(1)
         status = await trio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=thread)
     except ControlError:
         return {}
     samples: dict[str, list[Sample]] = {}
-    with contextlib.suppress(*MALFORMED):  # a keeper of another version may lack any
+    with contextlib.suppress(*MALFORMED):  # a keeper of another version may lack keys
         samples["daemon_restarts_total"] = [value(float(status["restarts"]))]
         paused_s = float(status["pauses_s"] + status["pause_s"])
         samples["daemon_pause_seconds_total"] = [value(paused_s)]

@@ -1,4 +1,4 @@
-"""Set-up of a daemon's process: its input, log and limits, its cache and its parts' settings."""
+"""Set-up of a daemon's process: input, log, limits, the cache, and the settings of its parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("fusefs.daemon")
 def set_up(settings: MountSettings) -> None:
     """Set up the process: log to standard error, raise the descriptor limit, set the umask."""
     log_handlers.set_up(settings)
-    # The keeper sends SIGUSR1 to a silent daemon, which then logs its stacks, even in a busy loop.
+    # The keeper sends SIGUSR1 to a silent daemon, which then logs its stacks even in a busy loop.
     faulthandler.register(signal.SIGUSR1)
     raise_limit()
     # Files are created for this user alone, whatever the shell's umask is.
@@ -38,10 +38,10 @@ def set_up(settings: MountSettings) -> None:
 
 
 def read_input(text: str) -> MountSettings:
-    """Parse the launcher's JSON into settings; set AWS's variables to the files passed in it."""
+    """Return the settings in the launcher's JSON; set AWS's variables to the files in it."""
     given = json.loads(text)
     for variable, content in given["files"].items():
-        # Only in memory, since the content has secrets.
+        # A file in memory, since the content has secrets.
         fd = os.memfd_create(variable)
         os.write(fd, content.encode())
         os.environ[variable] = f"/proc/self/fd/{fd}"
@@ -59,7 +59,7 @@ def open_cache(
 ) -> FileCache:
     """Open the cache in `directory`; may raise CacheDirectoryError.
 
-    With `in_any_case`, as in a takeover, the cache is opened on a full or bad disk too.
+    With `in_any_case`, as in a takeover, the cache is opened even on a full or bad disk.
     """
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
@@ -77,7 +77,7 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """The store's settings; the memory limit bounds connections. May raise CustomerKeyError."""
+    """Return the store's settings, with connections bounded by memory; or CustomerKeyError."""
     fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,
@@ -99,7 +99,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
 
 
 def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
-    """The settings of the cluster cache's store, and its key; may raise SettingsError. Blocks."""
+    """Return the settings of the cluster cache's store, and its key; or SettingsError. Blocks."""
     from fusefs.cluster_cache import access
 
     assert settings.cluster_cache is not None

@@ -27,16 +27,16 @@ from fusefs.telemetry.stalls import CAUSES, STALLS
 
 logger = logging.getLogger("fusefs.daemon")
 
-# The number of items that an answer lists; it counts the others.
+# The maximum number of items that an answer lists; the others are only counted.
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
-# Spans, in seconds before now, for which status shows what requests waited for.
+# The last seconds for which `fusefs status` shows the causes of requests' waits.
 STALL_SPANS_S = (10, 60, 300)
 
 
 def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-    """Answer the request of a command; raises ControlError for an unknown request."""
+    """Return the answer to a command's request; raise ControlError for an unknown request."""
     match request:
         case {"command": "status"}:
             return collect(daemon)
@@ -94,7 +94,7 @@ async def _warm(daemon: Daemon, path: str, request: dict[str, Any]) -> dict[str,
 
 
 async def _give_up(daemon: Daemon, path: str) -> dict[str, Any]:
-    """Give up the changes at and below a path that are not uploaded; see `Backlog.give_up`."""
+    """Give up changes at and below a path that wait for upload; see `Backlog.give_up`."""
     writer = daemon.operations.writer
     if writer is None:
         raise ControlError("a read-only mount has nothing to give up")
@@ -125,7 +125,7 @@ async def _append(daemon: Daemon, name: str, offset: int, lines: str) -> dict[st
 
 
 def collect(daemon: Daemon) -> dict[str, Any]:
-    """The status of the daemon by section: bytes, seconds and counts."""
+    """Return the status of the daemon by section: bytes, seconds and counts."""
     settings = daemon.settings
     session, guard = daemon.session, daemon.access_guard
     ttl_s = settings.metadata_ttl.otherwise
@@ -175,7 +175,7 @@ def collect(daemon: Daemon) -> dict[str, Any]:
 
 
 def _warming(daemon: Daemon) -> list[dict[str, Any]]:
-    """The warm jobs that are under way, after the latest ones that have ended."""
+    """Return the warm jobs to show: the latest ended jobs, then those under way."""
     jobs = daemon.warmer.describe()
     under_way = [job for job in jobs if job["state"] in ("listing", "under way")]
     ended = [job for job in jobs if job not in under_way]
@@ -183,7 +183,7 @@ def _warming(daemon: Daemon) -> list[dict[str, Any]]:
 
 
 def _writing(daemon: Daemon) -> dict[str, Any] | None:
-    """The written files that are not in the bucket yet; None on a read-only mount."""
+    """Return the state of written files that wait for upload; None on a read-only mount."""
     writer = daemon.operations.writer
     mutations = daemon.operations.mutations
     if writer is None or mutations is None:
@@ -200,7 +200,7 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
 
 
 def pending(writer: Writer, prefix: str) -> dict[str, Any]:
-    """The oldest files at or below a key that wait for upload, and the count of all of them."""
+    """Return the oldest files at or below a key that wait for upload, and counts of all."""
     now = trio.current_time()
     unsent = sorted(writer.backlog.unsent(prefix), key=lambda staged: staged.since)
     return {
@@ -221,7 +221,7 @@ def pending(writer: Writer, prefix: str) -> dict[str, Any]:
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
-    """Like `pending`, with renames of directories. The first request starts all of them at once."""
+    """Return `pending` with renames of directories; with `is_first`, start all of them at once."""
     if is_first:
         mutations.writer.backlog.hurry(key)
     renames = mutations.changes.renames.pending(key, hurry=is_first)
@@ -244,7 +244,7 @@ def _cache(daemon: Daemon) -> dict[str, Any]:
         "misses": counters.misses,
         "miss_bytes": counters.miss_bytes,
         "local_share": counters.local_share,
-        # Each is a hit of the whole file above; the bytes that are read are not known.
+        # Each open counts above as a hit of the whole file, as the bytes read are not known.
         "passthrough_opens": counters.passthrough_opens,
         "passthrough_bytes": counters.passthrough_bytes,
         "evicted_files": daemon.cache.evicted,

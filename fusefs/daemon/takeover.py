@@ -1,15 +1,15 @@
-"""The takeover: a daemon receives its mount from the keeper, and leaves it to its successor.
+"""The takeover of a mount by a daemon from its keeper, and the leaving to the next daemon.
 
 The keeper (keeper/main.py) starts each daemon of a mount with one of three tasks:
 
 - *fresh*: nothing is mounted. The daemon checks everything, then asks the keeper to mount.
 - *take over*: the last daemon died. The daemon takes the descriptor, reads the last daemon's
-  journal and goes on. It sends no request to the bucket before it answers the kernel.
+  journal and serves. It sends no request to the bucket before it answers the kernel.
 - *prepare*: an upgrade, in which the last daemon still serves. The daemon checks everything, and
   reads the journal as a trial.
 
-When keeper and broker are both gone, the daemon goes on serving and has no successor. A daemon
-that a supervisor has started gets another keeper, over the socket to the supervisor.
+When keeper and broker are both gone, the daemon continues to serve, but no other daemon follows.
+A daemon that a supervisor has started gets a new keeper, over the socket to the supervisor.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ class TakeoverError(Exception):
 
 
 def state_directory(settings: MountSettings) -> Path:
-    """The directory for state that a mount leaves to its next daemon or to the next mount."""
+    """Return the directory for state that outlives the daemon, and even the mount."""
     return settings.cache_dir / STATE / registry.mount_directory(settings.mountpoint).name
 
 
 def staging_directory(settings: MountSettings, mounted_ns: int) -> Path:
-    """Return the directory for the written files of the mount made at `mounted_ns`; make it."""
+    """Make and return the directory for written files of the mount made at `mounted_ns`."""
     directory = state_directory(settings) / "staging" / str(mounted_ns)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def renames_directory(settings: MountSettings) -> Path:
-    """Return the directory for records of renamed directories; make it if it is missing."""
+    """Make, if it is missing, and return the directory for records of renamed directories."""
     directory = state_directory(settings) / "renames"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
-    """The directory for records of change requests that are under way or were not answered."""
+    """Return the directory for records of change requests to S3 that have no answer yet."""
     return state_directory(settings) / "late" / str(mounted_ns)
 
 
 class Takeover:
-    """One daemon's communication with its keeper. Made by `begin`."""
+    """The communication of one daemon with its keeper, made by `begin`."""
 
     def __init__(self, settings: MountSettings, keeper: KeeperClient, task: int) -> None:
         self._settings = settings
@@ -87,7 +87,7 @@ class Takeover:
 
     @classmethod
     async def begin(cls, settings: MountSettings) -> Takeover:
-        """Send HELLO to the keeper that started this process; raises KeeperError without one."""
+        """Send HELLO to the keeper that started this process; KeeperError without a keeper."""
         sock = sockets.inherited(protocol.ENVIRONMENT)
         if sock is None:
             raise KeeperError("the daemon is started by `fusefs mount`, through a keeper")
@@ -101,12 +101,12 @@ class Takeover:
 
     @property
     def is_fresh(self) -> bool:
-        """True if there is no mount yet, so that this daemon must ask the keeper for one."""
+        """True if nothing is mounted yet, so that this daemon must mount."""
         return self._task == FRESH
 
     @property
     def checks_first(self) -> bool:
-        """True if checks come before serving: for a new mount and in an upgrade."""
+        """True if the daemon checks the bucket before it serves: new mounts and upgrades."""
         return self._task in (FRESH, PREPARE)
 
     @property
@@ -120,7 +120,7 @@ class Takeover:
             files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
-        """Read the recorded name; raises TakeoverError without one, or CacheDirectoryError."""
+        """Return the recorded name; TakeoverError if it is missing, or CacheDirectoryError."""
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:
@@ -129,7 +129,7 @@ class Takeover:
             raise CacheDirectoryError(f"{self._directory} can't be read: {error}") from error
 
     async def take(self) -> None:
-        """Receive an existing mount from the keeper; in an upgrade, when the old daemon has ended.
+        """Receive an existing mount from the keeper; in an upgrade, after the old daemon's end.
 
         Raises:
             TakeoverError: the journal can't be used.
@@ -142,7 +142,7 @@ class Takeover:
         self.fd = self.taken.fd
 
     async def mount(self) -> None:
-        """Mount, through the keeper or fusermount3; raises MountError with one sentence."""
+        """Mount by the keeper or fusermount3, and set `fd`; raise MountError with one sentence."""
         settings = self._settings
         if self.is_privileged:
             try:
@@ -158,11 +158,11 @@ class Takeover:
         self.keeper.deposit(self.fd)
 
     async def open_journal(self) -> tuple[Journal, KernelState | None]:
-        """Return a new journal and None, or the last daemon's journal and the state it records.
+        """Return a new journal and None, or the last daemon's journal and the state in it.
 
         Raises:
             TakeoverError: the last daemon's journal can't be used.
-            CacheDirectoryError: a new journal can't be written, or the old one not read now.
+            CacheDirectoryError: a new journal can't be written, or the last one not read now.
         """
         if self.taken is None:
             with usable(self._settings.cache_dir):
@@ -188,20 +188,20 @@ class Takeover:
             return await trio.to_thread.run_sync(read)
         except (FileNotFoundError, UnusableJournalError) as error:
             raise TakeoverError(f"what the last daemon knew can't be read: {error}") from error
-        except OSError as error:  # the next daemon may succeed
+        except OSError as error:  # no TakeoverError, as the next daemon may succeed
             raise CacheDirectoryError(f"the journal can't be gone on with: {error}") from error
 
     @property
     def namespace(self) -> int:
-        """The PID namespace of the pids in requests, if the keeper can look them up; else 0."""
+        """The PID namespace of requests' pids if the keeper can look processes up; else 0."""
         return self.keeper.namespace
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Return the fate of process `pid` of `namespace`; with `ino` HOLDS etc. (callers.py)."""
+        """Return the fate of process `pid`, or with `ino` HOLDS etc. (linux/callers.py)."""
         return await self.keeper.look_at_process(pid, ino)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Tick until the keeper is gone. A supervisor's new keeper gets `files`, and then ticks."""
+        """Send the keeper signs of life until it is gone; under a supervisor, each new keeper."""
         if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.error("the keeper is gone: the mount ends when this process does")
@@ -223,13 +223,13 @@ class Takeover:
                 logger.info("another keeper is there")
 
     def serving(self, *, has_resend: bool) -> None:
-        """Tell the keeper that this daemon serves, and whether the kernel can resend requests."""
+        """Tell the keeper that this daemon serves, and if the kernel can resend requests."""
         self._has_resend = has_resend
         self.keeper.serving(has_resend=has_resend)
 
 
 def _remove_leftovers(directory: Path, connection: int) -> None:
-    """Remove leftover journals of mounts that have ended. Blocks shortly."""
+    """Remove the journals of mounts that have ended. Blocks for a short time."""
     known = fuse_connection.numbers()
     if connection not in known:
         return  # this namespace does not show all connections
@@ -242,9 +242,9 @@ def _remove_leftovers(directory: Path, connection: int) -> None:
 async def _hear_supervisor(
     supervisor: socket.socket, keepers: trio.MemorySendChannel[socket.socket]
 ) -> None:
-    """Pass sockets of new keepers to the channel; kill this process if the supervisor is gone.
+    """Send sockets of new keepers to `keepers`; kill this process if the supervisor is gone.
 
-    The keeper then starts a successor, as it does when this daemon's container ends.
+    The keeper then starts another daemon, as it does when this daemon's container ends.
     """
     while True:
         try:

@@ -1,9 +1,9 @@
-"""The cache warmer fetches files before their first read: `fusefs warm` and `fusefs pin`.
+"""The cache warmer, which fetches files before they are read: `fusefs warm` and `fusefs pin`.
 
 A *job* selects all objects, or a shard, of a path of the mount (a file, or all files below a
 directory), a pattern, or a list of paths. Listings find the objects (selection.py) and their
 versions, so no node is made for the kernel. Files in the cache are skipped. On a writable mount,
-whose lookups need each object's metadata, the job also sends the HEADs for them.
+whose lookups need each object's metadata, the job also sends a HEAD for each object.
 
 All jobs share a bounded number of requests, and downloads for programs go first. A job stops
 fetching when it could make room only by evicting files that it has fetched itself or that were
@@ -11,7 +11,7 @@ used since it began; it then only counts the files that do not fit. A job that p
 selection on record (cache/retention.py), and may evict all files that are not pinned.
 
 The mount's state directory has a record of the jobs under way, and their lists, which arrive in
-pieces; a daemon that takes over the mount goes on with these jobs.
+pieces; a daemon that takes over the mount continues these jobs.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fusefs.daemon.jobs.cache_warmer")
 
-# Pages that are listed ahead of the fetching: 20 MB.
+# The number of pages that are listed ahead of the fetching: 20 MB of memory.
 PAGES_AHEAD = 50
-# Lines of a list that are looked up together.
+# The number of a list's lines that are looked up together.
 BLOCK_LINES = 20_000
-# A pin may evict any file that is not pinned: this time is later than each last use.
+# A time later than each last use: a job that pins may evict any file that is not pinned.
 EVICT_ANYTHING = sys.float_info.max
-# Limit for parts that wait until the cluster cache has stored them: 2 GiB. Parts that are stored
-# there already do not wait, so a slow store does not delay the fetching of those.
+# The maximum number of parts that wait until the cluster cache has stored them: 2 GiB. Parts that
+# the cluster cache has already do not wait for it, so a slow cluster cache does not delay them.
 MOST_UNSTORED = 256
-# Files that are skipped before other tasks get a turn.
+# The number of files that are skipped before other tasks get a turn.
 TURN = 100
 # The number of ended jobs that are kept for `describe`.
 MOST_ENDED = 2000
 # The number of failed files that a job names.
 MOST_NAMED = 10
-# The number of jobs that `describe` returns with these names.
+# The number of jobs for which `describe` returns the names of failed files.
 MOST_WITH_NAMES = 100
 # The speed is computed over this many seconds.
 SPEED_OVER_S = 20
@@ -83,7 +83,7 @@ _LIST_NAME = re.compile(r"[0-9a-f]{16,64}")
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The selection of a job's files, and what it does with them.
+    """The arguments of a job: its files, and whether they are pinned.
 
     `path` is a path or pattern of the mount ("" is the root), or the title of the list in
     the file `list_name`. Only the objects of `shard`, if given, are fetched; all selected
@@ -97,7 +97,7 @@ class JobSpec:
 
     @property
     def id(self) -> str:
-        """Identifier of the job; for a job with a path only, it is the path."""
+        """The identifier of the job: its path, if it has no list, shard or pins."""
         parts = [f"list {self.list_name}" if self.list_name else self.path]
         if self.shard is not None:
             parts.append(f"shard {self.shard.number}/{self.shard.count}")
@@ -111,13 +111,13 @@ class JobSpec:
         return f"{self.path} (shard {shard.number}/{shard.count})" if shard else self.path
 
     def plain(self) -> list[object]:
-        """The fields as a list for JSON; `from_plain` reads it."""
+        """Return the fields as a list for JSON, which `from_plain` reads."""
         shard = [self.shard.number, self.shard.count] if self.shard else None
         return [self.path, shard, self.is_pinned, self.list_name]
 
     @classmethod
     def from_plain(cls, path: str, shard: Any, is_pinned: Any, list_name: Any) -> JobSpec:
-        """Make a spec of `plain`'s result or a request's fields; raises ValueError or TypeError."""
+        """Make a spec from `plain`'s result or a request; ValueError or TypeError if invalid."""
         if shard is not None:
             number, count = map(int, shard)
             if not 0 <= number < count:
@@ -130,7 +130,7 @@ class JobSpec:
 
 @dataclass
 class WarmCounts(Job):
-    """The progress of a job; the cluster cache did not store `unshared_blocks` of its blocks."""
+    """The progress of a job; `unshared_blocks` are those that the cluster cache did not store."""
 
     is_listed: bool = False
     files: int = 0
@@ -153,12 +153,12 @@ class WarmJob(WarmCounts):
         self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
-        # Paths that were unpinned since the start, and are not to be pinned again; `pinning` is
-        # held while pins are added.
+        # Paths and patterns that were unpinned since the start, which the job must not pin again; it
+        # holds `pinning` while it adds pins.
         self.unpinned: list[str] = []
         self.pinning = trio.Lock()
         self.is_full = False
-        # Pairs of a time (monotonic seconds) and the bytes that had been fetched then.
+        # Pairs of a time (monotonic seconds) and the number of bytes fetched until then.
         self._samples = deque([(time.monotonic(), 0)], maxlen=SPEED_OVER_S)
 
     @property
@@ -166,7 +166,7 @@ class WarmJob(WarmCounts):
         return self.has_ended or self.scope.cancel_called
 
     def is_within(self, path: str) -> bool:
-        """True if the job's path is at or below `path`; a job of a list is only within ""."""
+        """True if the job's path is at or below `path`; for a list, if `path` is the root ("")."""
         if self.spec.list_name:
             return not path
         return not path or self.spec.path == path or self.spec.path.startswith(path + "/")
@@ -178,7 +178,7 @@ class WarmJob(WarmCounts):
         )
 
     def found(self, infos: Sequence[ObjectInfo], *, is_last: bool) -> None:
-        """Count the files of a page of the listing."""
+        """Count the files on a page of the listing."""
         self.files += len(infos)
         self.bytes += sum(info.size for info in infos)
         self.is_listed = is_last
@@ -201,7 +201,7 @@ class WarmJob(WarmCounts):
         self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
-        """Uncount a file that has changed since the listing, and its `arrived` bytes."""
+        """Subtract a file that has changed since the listing from the counts."""
         self.files -= 1
         self.bytes -= size
         self.done_bytes -= arrived
@@ -217,7 +217,7 @@ class WarmJob(WarmCounts):
         self.fail(f"line {line}: {path}", error)
 
     def describe_within(self, limit: int) -> dict[str, Any]:
-        """Like `describe`, with the state; `limit` is the size limit of the cache in bytes."""
+        """Return `describe()` with id, state and more; `limit` is the cache's limit in bytes."""
         return self.describe() | {
             "id": self.spec.id,
             "path": self.spec.title,
@@ -233,7 +233,7 @@ class WarmJob(WarmCounts):
         return "cancelled" if self.scope.cancelled_caught else "ended"
 
     def _eta_s(self) -> float | None:
-        """Seconds until the job ends at its recent speed; None if unknown."""
+        """Return the seconds until the job ends at its recent speed; None if unknown."""
         began, fetched = self._samples[0]
         passed_s = time.monotonic() - began
         if self.has_ended or not self.is_listed or self.fetched_bytes == fetched or passed_s <= 0:
@@ -255,7 +255,7 @@ class CacheWarmer:
         filler: Filler | None = None,
     ) -> None:
         self._filler = filler
-        # The point, as a share of a page or a file, at which this node begins.
+        # The share of a page or a file (0 to 1) at which this node begins to fetch.
         self._turn = _turn(settings) if filler is not None else 0.0
         self._store = store
         self._cache = cache
@@ -269,15 +269,15 @@ class CacheWarmer:
         self._head_cache: HeadCache
         self._has_begun = trio.Event()
         # The store reserves some connections for programs' requests. With as many slots as
-        # connections a request always waits there, and is sent as soon as a connection is free.
+        # connections, a request always waits in the store, and is sent once a connection is free.
         connections = store.counters()["connections"]
         self._slots = trio.Semaphore(connections)
-        # Parts that are being fetched or wait until the cluster cache has stored them.
+        # A slot for each part that is being fetched, or that the cluster cache has not stored yet.
         self._parts = trio.Semaphore(connections + MOST_UNSTORED)
         self._selector = selector
 
     async def run(self, takeover: Takeover | None, head_cache: HeadCache) -> None:
-        """Run jobs until cancelled; after a takeover, restart those of the last daemon first."""
+        """Run jobs until cancelled; after a takeover, first restart the last daemon's jobs."""
         self._head_cache = head_cache
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -290,13 +290,13 @@ class CacheWarmer:
             await trio.sleep_forever()
 
     async def start(self, spec: JobSpec) -> WarmJob:
-        """Return the spec's running job, or start and record one; ControlError without its list."""
+        """Return the job under way for `spec`, or a new job; ControlError without its list."""
         await self._has_begun.wait()
         if spec.list_name and not (self._lists / spec.list_name).exists():
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")
         job = self._jobs.get(spec.id)
         if job is not None and job.unpinned:
-            job.scope.cancel()  # it would leave out paths that are now to be pinned again
+            job.scope.cancel()  # it would leave out the unpinned paths
         if job is None or job.is_ending:
             job = WarmJob(spec, steady_time())
             self._begin(job)
@@ -304,10 +304,10 @@ class CacheWarmer:
         return job
 
     async def append(self, list_name: str, offset: int, lines: str) -> None:
-        """Write lines to a list's file at `offset` bytes; a piece may be sent twice.
+        """Write lines to a list's file at `offset` bytes, again if a command sends them twice.
 
         Raises:
-            ControlError: the list can't be written, or a piece before `offset` is missing.
+            ControlError: the list can't be written, or lines before `offset` are missing.
         """
         await self._has_begun.wait()
         if not _LIST_NAME.fullmatch(list_name):
@@ -330,17 +330,17 @@ class CacheWarmer:
             raise ControlError(f"the list can't be kept: {error.strerror}") from error
 
     def cancel(self, path: str) -> bool:
-        """Cancel the jobs at and below a path; True if there were any. Fetched files stay."""
+        """Cancel the jobs at and below a path; return True if any was under way."""
         jobs = [job for job in self._jobs.values() if not job.is_ending and job.is_within(path)]
         for job in jobs:
             job.scope.cancel()
         return bool(jobs)
 
     async def cancel_pins(self, path: str) -> None:
-        """Stop all jobs from pinning files at or below `path`, or files that it matches.
+        """Stop all jobs from pinning files at or below `path`, or files that `path` matches.
 
-        Jobs within `path` are cancelled; jobs of a list or a pattern leave these files out.
-        When this returns, no job is adding such pins.
+        Jobs within `path` are cancelled; other jobs of a list or a pattern leave these files
+        out. When the call returns, no job is adding such pins.
         """
         pinning = [job for job in self._jobs.values() if job.spec.is_pinned and not job.has_ended]
         for job in pinning:
@@ -353,9 +353,9 @@ class CacheWarmer:
                     continue
 
     def describe(self) -> list[dict[str, Any]]:
-        """The jobs as dicts for JSON, the latest job last."""
+        """Return the jobs as dicts for JSON, the latest job last."""
         jobs = [job.describe_within(self._cache.quota.limit) for job in self._jobs.values()]
-        # All names together may be larger than an answer (launch/control.py).
+        # With the names of all jobs the answer could be too large (launch/control.py).
         for job in [job for job in jobs if job["failed"]][:-MOST_WITH_NAMES]:
             job["failed"] = []
         return jobs
@@ -368,7 +368,7 @@ class CacheWarmer:
         self._jobs[job.spec.id] = job
         self._nursery.start_soon(self._run, job)
 
-    # The record
+    # The record and the lists
 
     def _read(self) -> list[tuple[JobSpec, float]]:
         try:
@@ -423,7 +423,7 @@ class CacheWarmer:
                 if job.spec.is_pinned:
                     await self._finish_pin(job)
         except Exception as error:
-            # Caught, because the job is on record: it would end each successor of this daemon too.
+            # Caught, because the job is on record: the error would end each next daemon, too.
             logger.exception("warming %r", job.spec.title)
             job.why = f"a fault in fusefs, see the log: {first_of(error)!r}"
         job.ended.set()
@@ -442,7 +442,7 @@ class CacheWarmer:
                     await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
-        """Write the cache's records, and release pinned files that the bucket no longer has."""
+        """Write the cache's records; unless files are missing, unpin what the bucket has lost."""
         await self._cache.record()
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
@@ -485,7 +485,7 @@ class CacheWarmer:
     async def _select_lines(self, job: WarmJob, deliver: Deliver) -> None:
         """Deliver the objects at or below the paths in the job's list; lines count from 1."""
         path, number = self._lists / job.spec.list_name, 0
-        # A carriage return ends no line.
+        # A carriage return may be part of a path.
         opening = partial(path.open, encoding="utf-8", newline="\n")
         with await trio.to_thread.run_sync(opening) as file:
             while lines := await trio.to_thread.run_sync(lambda: list(islice(file, BLOCK_LINES))):
@@ -497,7 +497,7 @@ class CacheWarmer:
     async def _bring(
         self, job: WarmJob, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
     ) -> None:
-        """Start the requests for one file, each as soon as a slot is free."""
+        """Start the requests for one file, each as soon as a slot is free; skip a cached file."""
         if self._head_cache.lacks_version(info):
             await self._slots.acquire()
             nursery.start_soon(self._learn, info)
@@ -542,7 +542,7 @@ class CacheWarmer:
             raise
 
     def _in_turn(self, items: Sequence[T]) -> list[T]:
-        """Rotate items, so that each node of a cluster cache begins at a different one."""
+        """Rotate items, so that each node of a cluster cache begins at a different item."""
         first = int(self._turn * len(items))
         return [*items[first:], *items[:first]]
 
@@ -570,7 +570,7 @@ class CacheWarmer:
             self._let_go(work)
 
     async def _fill(self, work: _Work, start: int, stop: int) -> bool:
-        """Fetch a part of a file into the cache unless it is there; False if that fails."""
+        """Fetch a part of a file that the cache lacks; return False if the part can't be cached."""
         job, file = work.job, work.file
         try:
             since = EVICT_ANYTHING if job.spec.is_pinned else job.since
@@ -600,7 +600,7 @@ class CacheWarmer:
         try:
             info = await self._store.head(key)
         except NotFoundError:
-            return  # it was removed
+            return  # the object was removed
         except StoreError as error:
             job.fail(key[len(self._prefix) :], error)
             return
@@ -609,14 +609,14 @@ class CacheWarmer:
 
 
 def _turn(settings: MountSettings) -> float:
-    """A number from 0 to 1, derived from host name and cache directory."""
+    """Return a number from 0 to 1 that depends on host name and cache directory."""
     node = f"{socket.gethostname()}\0{settings.cache_dir}"
     digest = hashlib.blake2b(node.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "big") / (1 << 32)
 
 
 class _Work:
-    """One file of a job and its parts under way; `again` is called if the object has changed."""
+    """One file of a job, with its number of parts under way; calls `again` for a changed object."""
 
     def __init__(self, job: WarmJob, info: ObjectInfo, file: CacheFile) -> None:
         self.job = job
@@ -629,7 +629,7 @@ class _Work:
 
     @property
     def is_over(self) -> bool:
-        """True if no further part should be fetched: there was an error, or the cache is full."""
+        """True if no more parts shall be fetched: after an error, or if the cache is full."""
         return self.error is not None or self.job.is_full
 
     def end(self, prefix: str) -> None:

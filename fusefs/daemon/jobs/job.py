@@ -1,4 +1,4 @@
-"""Jobs that a command starts; the command then polls their state until they have ended."""
+"""Jobs of the daemon, which commands start, and whose state they then poll until the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_ENDED = 100
 
 @dataclass
 class Job:
-    """One job; `why` is the error that ended it, or None. `describe` returns all fields."""
+    """One job; `why` is the error that ended it, or None."""
 
     why: str | None = None
 
@@ -31,7 +31,7 @@ class Job:
         return self.ended.is_set()
 
     def describe(self) -> dict[str, Any]:
-        """The job as a dict for JSON; sizes are in bytes."""
+        """Return `has_ended` and all fields, as a dict for JSON; sizes are in bytes."""
         return {"has_ended": self.has_ended, **asdict(self)}
 
 
@@ -39,7 +39,7 @@ JobType = TypeVar("JobType", bound=Job)
 
 
 class JobTable(Generic[JobType]):
-    """The jobs of one kind, each under the key by which it is requested. For the event loop."""
+    """The jobs of one kind, by the place that a request names. For the event loop."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -53,7 +53,7 @@ class JobTable(Generic[JobType]):
         *,
         is_new: bool,
     ) -> JobType:
-        """Return the job of `place`; start one if there is none, or it has ended and `is_new`."""
+        """Return the job of `place`; start one if none exists, or if it has ended and `is_new`."""
         job = self._jobs.get(place)
         if job is None or (is_new and job.has_ended):
             for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:

@@ -2,8 +2,8 @@
 
 A job lists a path or pattern as `fusefs warm` does (selection.py), and looks up the
 cached copy of each version in the listing. Files that programs have open, pinned files
-and files that are not uploaded yet are counted, but never dropped. Copies of versions
-that the bucket no longer has are found if this process has used them.
+and files that wait for upload are counted, but never dropped. Copies of versions that
+the bucket no longer has are dropped, too, if this process has used them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from fusefs.daemon.jobs.selection import Selected, Selector
 from fusefs.settings.patterns import is_pattern, matches
 from fusefs.store.errors import NotFoundError
 
-# Files that are named in an answer; the others are counted.
+# The maximum number of files that an answer names; the others are only counted.
 MOST_NAMED = 10
-# Files that are handled before other tasks get a turn.
+# The number of files that are looked at before other tasks get a turn.
 TURN = 100
 
-# Returns the numbers of files and of bytes at or below a key that are not uploaded yet.
+# A function that returns the number and the bytes of files at or below a key that wait for upload.
 Pending = Callable[[str], tuple[int, int]]
 
 
-# The prefixes of counts. `local`: whole copies and empty files; `partial`: incomplete copies, with
-# the bytes in the cache; `in_use`: copies that were not dropped because programs have them open.
+# The prefixes of counts; "" is for all files. `local`: whole copies and empty files; `partial`: the
+# cached bytes of incomplete copies; `in_use`: copies that programs have open, and were not dropped.
 KINDS = ("", "local_", "partial_", "pinned_", "downloading_", "dropped_", "in_use_", "pending_")
 
 
 @dataclass
 class CopiesJob(Job):
-    """A job that counts or drops copies: `counts` by kind, number of `pins`, paths `in_use`."""
+    """A job that counts or drops copies, with `counts`, the number of `pins`, paths `in_use`."""
 
     is_pinned: bool = False
     pins: int = 0
@@ -59,7 +59,7 @@ class CopiesJob(Job):
 
 @dataclass
 class Unpinning(Job):
-    """A job that removes pins: `pins` is their number; if it is 0, `above` lists pins above."""
+    """A job that removes `pins` pins; if there are none, `above` has the pins of parents."""
 
     pins: int = 0
     above: list[str] = field(default_factory=list)
@@ -88,13 +88,13 @@ class LocalCopies:
         self._cancel_pins = cancel_pins
 
     def job(self, path: str, *, is_new: bool, drops: bool = False) -> CopiesJob:
-        """Return or start the job that counts, or `drops`, the copies at a path ("": the root)."""
+        """Return the job that counts (or drops) copies at `path` ("": root); start it if needed."""
         return self._jobs.find_or_begin(
             (path, drops), CopiesJob, partial(self._look, path, drops=drops), is_new=is_new
         )
 
     def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
-        """Return or start the job that removes the pins at and below a path, or of a pattern."""
+        """Return the job that removes pins at and below a path or pattern; start it if needed."""
         return self._unpinning.find_or_begin(
             path, Unpinning, partial(self._unpin, path), is_new=is_new
         )
@@ -104,7 +104,7 @@ class LocalCopies:
             await self._cancel_pins(path)
             job.pins = await self._cache.retention.remove_pins(self._key(path))
             if not job.pins and is_pattern(path):
-                root = self._key("")  # shown as "."; no pattern stands for it
+                root = self._key("")  # shown as ".", which no pattern shall match
                 job.pins = await self._cache.retention.remove_pins(
                     root, lambda pin: pin != root and matches(path, self._shown(pin))
                 )
@@ -115,11 +115,11 @@ class LocalCopies:
             job.why = f"the pins can't be changed: {error.strerror or error}"
 
     def _key(self, path: str) -> str:
-        """The key or prefix of a path, without a slash at the end."""
+        """Return the key or prefix of a path, without a slash at the end."""
         return self._prefix + path if path else self._prefix.rstrip("/")
 
     def _shown(self, key: str) -> str:
-        """The path of a key, relative to the mount; "." for the root or a key above it."""
+        """Return a key's path in the mount; "." for the root or a key above the root."""
         return key[len(self._prefix) :] or "."
 
     async def _look(self, path: str, job: CopiesJob, *, drops: bool) -> None:
@@ -158,7 +158,7 @@ class LocalCopies:
     async def _is_there(self, file: CacheFile) -> bool:
         if file.pins or not self._cache.has_neighbours:
             return True
-        return await self._cache.integrity.is_on_disk(file)  # else another mount has evicted it
+        return await self._cache.integrity.is_on_disk(file)  # another mount may have evicted it
 
     async def _drop(self, job: CopiesJob, file: CacheFile) -> None:
         if file.is_retained:
@@ -173,7 +173,7 @@ class LocalCopies:
             job.add("dropped_", size)
 
     async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
-        """Drop the copies of versions that the bucket no longer has; leave those in `staying`."""
+        """Drop all other copies at and below `key`, of versions that the bucket no longer has."""
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained

@@ -2,12 +2,12 @@
 
 All objects are found by listings, so no node is made for the kernel. A path stands for
 a file, or for all files below a directory, which is listed without delimiter: a thousand
-keys a page, in any number of directories. A pattern is followed level by level to its
+keys a page, in any number of directories. A pattern is matched level by level to its
 last part or its first `**`; it may match files and directories (settings/patterns.py). A
 path that exists is not taken for a pattern, even if it has a pattern's characters.
 
-A list is sorted. Neighbouring keys are looked up by one listing as long as each page has enough of
-them; the other keys get a HEAD each, many at a time. A path that is no object is listed by itself.
+The paths of a list are sorted. Listings look up neighbouring keys, as long as each page has enough
+of them; the other keys get a HEAD each, many at a time. A path that is no object is listed alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import ListPage, ObjectInfo
 
-# Concurrent listings of paths; few, so that programs' requests need not wait for them.
+# The number of concurrent listings: few, so that programs' requests need not wait for them.
 LISTINGS = 2
-# Concurrent requests for lists: at 20 ms each they keep up with the fetching of small files.
+# The number of concurrent requests for a list: at 20 ms each, enough to fetch small files.
 LOOK_UPS = 32
-# Paths of a list that are delivered together, so that one sync writes all their pins.
+# The number of a list's paths that are delivered together: one sync writes all their pins.
 RUN = 1000
-# A page of a listing costs as much as this many HEADs (AWS: 12; its bytes come on top).
+# The number of HEADs that cost as much as a page of a listing (AWS: 12, and the page's bytes).
 WORTH = 16
 
 NO_SUCH = "there is no such file or directory in the bucket"
@@ -49,26 +49,26 @@ class Shard:
     count: int
 
     def has(self, key: str) -> bool:
-        """True if a key's hash falls into this part, so that all parts are of similar size."""
+        """True if this part has the key, which a hash decides: all parts have similar sizes."""
         digest = blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count == self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A batch of the selection: `objects`, and `roots`, the selected keys or prefixes of them."""
+    """A batch of selected `objects`; `roots` are the selected keys, or keys above the objects."""
 
     objects: list[ObjectInfo]
     roots: list[str]
 
 
 Deliver = Callable[[Selected], Awaitable[None]]
-# Called with the number of a line, its path, and the error why it was not found.
+# A function for lines without objects: gets a line's number, its path, and the error.
 Miss = Callable[[int, str, StoreError], None]
 
 
 class Selector:
-    """Selects objects of one mount, whose keys begin with `prefix`. For the event loop."""
+    """A selector of objects of one mount, whose keys begin with `prefix`. For the event loop."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -77,12 +77,12 @@ class Selector:
         self._looking_up = trio.CapacityLimiter(LOOK_UPS)
 
     async def select(self, path: str, deliver: Deliver) -> None:
-        """Deliver all objects at or below a path of the mount, or of a pattern.
+        """Call `deliver` with all objects at or below a path of the mount, or of a pattern.
 
         The path "" is the mount's root. Objects that the mount does not show are left out.
 
         Raises:
-            NotFoundError: there is no such object.
+            NotFoundError: no object is at or below the path, or matches the pattern.
             StoreError: the bucket can't be listed.
         """
         await self._select(path, deliver, self._listing)
@@ -102,10 +102,10 @@ class Selector:
     async def select_lines(
         self, lines: Sequence[tuple[int, str]], deliver: Deliver, miss: Miss
     ) -> None:
-        """Deliver the objects at or below many paths; `lines` are (line number, path).
+        """Call `deliver` with the objects at or below many paths; `lines` are (number, path).
 
-        `miss` is called for paths that do not exist or can't be looked up. Objects below
-        a listed directory are delivered twice if they have lines of their own.
+        `miss` is called for paths that do not exist or can't be looked up. An object is
+        delivered twice if the list has both the object and a directory above it.
         """
         numbers: dict[str, int] = {}
         for number, path in lines:
@@ -145,11 +145,11 @@ class Selector:
                     nursery.start_soon(select, path)
 
     async def _neighbours(self, paths: Sequence[str]) -> tuple[list[ObjectInfo], int]:
-        """List objects at the first of sorted `paths`; return them and the number of such paths."""
+        """List the objects of the first of sorted `paths`; return them and the count of paths."""
         keys, found, at = [self._prefix + path for path in paths], list[ObjectInfo](), 0
         while len(keys) - at >= WORTH:
             common = os.path.commonprefix([keys[at], keys[-1]])  # noqa: RUF071 - keys are strings
-            before = keys[at][:-1]  # a string with few keys between it and the key
+            before = keys[at][:-1]  # few keys are between this and the key
             after = before if len(before) > len(common) else ""
             try:
                 async with self._looking_up:
@@ -167,7 +167,7 @@ class Selector:
     # Paths
 
     async def _tree(self, key: str, deliver: Deliver, limiter: trio.CapacityLimiter) -> None:
-        """Deliver the objects below the directory `key`, or the object `key` if there are none."""
+        """Deliver the objects below the directory `key`; without any, the object `key`."""
         is_root = key == self._prefix.rstrip("/")
         prefix = self._prefix if is_root else key + "/"
         after = ""
@@ -193,7 +193,7 @@ class Selector:
     # Patterns
 
     async def _matches(self, parts: Sequence[str], deliver: Deliver) -> bool:
-        """Deliver the objects that match a pattern; return True if there are any."""
+        """Deliver the objects that match a pattern; return False if none does."""
         found = False
 
         async def note(selected: Selected) -> None:
@@ -222,7 +222,7 @@ class Selector:
             await self._names(prefix, parts, deliver)
 
     async def _names(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
-        """Deliver the matching files of one level, and follow its matching directories."""
+        """Deliver the files in `prefix` that match `parts`, and call `_level` for directories."""
         pattern = compiled(parts[0])
         assert pattern is not None
         begin = prefix + re.split(r"[*?[]", parts[0], maxsplit=1)[0]
