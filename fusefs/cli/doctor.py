@@ -1,7 +1,7 @@
-"""`fusefs doctor`: shows the findings of diagnosis/ as they are made.
+"""`fusefs doctor`: shows each finding of diagnosis/doctor.py as soon as it is made.
 
-Exit status: 0 no problem, though there may be advice; 1 a problem; 2 the command line or a setting
-cannot be read.
+Exit status: 0 without a problem, even if there is advice; 1 with a problem; 2 if the command line
+or a setting cannot be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusefs.settings.mount import Layer, MountSettings, RawValue, build
 from fusefs.settings.sources import config_of, from_environment
 
 SCHEME = "s3://"
-# Settings need a mount; these values stand in if only the machine is checked.
+# Placeholders, because settings need a source and a mountpoint even to check only the machine.
 _NO_SOURCE = "s3://none"
 _NO_MOUNTPOINT = "/nonexistent"
 
@@ -53,7 +53,7 @@ def settings_of(
     config: str | None,
     environment: Mapping[str, str] = os.environ,
 ) -> MountSettings:
-    """Build the settings from the command line, the environment and the file."""
+    """Build the settings from the command line, the environment and the settings file."""
     layer = {
         "source": RawValue(target if target and _is_source(target) else _NO_SOURCE, "the source"),
         "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),
@@ -63,5 +63,5 @@ def settings_of(
 
 
 def _is_source(target: str) -> bool:
-    """True if `target` is a bucket, as for `fusefs mount`, and no mountpoint."""
+    """True if `target` is a bucket (s3://…), False if it is a mountpoint."""
     return target[: len(SCHEME)].lower() == SCHEME

@@ -1,6 +1,6 @@
-"""Finds the files that an ended mount has left on the local disk and that the bucket lacks.
+"""Finds the written files on the local disk that an ended mount did not upload.
 
-The daemon's user owns these files, and root's commands read them: each file is opened without
+The daemon's user owns these files, but root may run the command: each file is opened without
 following links, and only the first bytes of a regular file are read.
 """
 
@@ -13,20 +13,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Logs in a staging directory (metadata/deferred_attributes.py and others), named for users.
+# The logs in a staging directory (metadata/deferred_attributes.py and others), as users see them.
 _LOGS = {"attributes": "changed attributes", "removals": "removals"}
 
 
 def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """List the files of a staging directory that the bucket lacks, with `key`, `state` and `error`.
+    """Return `key`, `state` and `error` of each staged file that the bucket lacks.
 
     `errors` are the daemon's failed uploads. A file that was open in a program when the daemon was
-    killed may have no key in its record; then its path takes the place of `key`.
+    killed may have no key in its record; then `key` is the path of the staged file.
     """
     why = {entry["key"]: entry["error"] for entry in errors}
     try:
         entries = sorted(os.scandir(staging), key=lambda entry: entry.name)
-    except FileNotFoundError:  # the daemon removes an empty one
+    except FileNotFoundError:  # the daemon removes an empty directory
         entries = []
     found = []
     for entry in entries:
@@ -38,15 +38,15 @@ def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, A
             key = None
         if key is not None:
             found.append({"key": key, "state": "not uploaded", "error": why.get(key)})
-    # The unfinished renames are beside the staging directories of all mounts.
+    # Records of unfinished renames are beside the staging directories.
     if any((staging.parents[1] / "renames").glob("*.json")):
         found.append({"key": "renames of directories", "state": "not finished", "error": None})
     return found
 
 
 def _pending_key(path: str) -> str | None:
-    """Return the key of a staged content that the bucket lacks; None for other files."""
-    from fusefs.posix.write import staging_record  # only after a mount that left something
+    """Return the key, or else the path, of a staged file that the bucket lacks; else None."""
+    from fusefs.posix.write import staging_record  # slow, and rarely needed
 
     with suppress(OSError, ValueError, LookupError, TypeError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`: the local copies of a path's files."""
+"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`, about the local copies of files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.settings.display import counted, human_size, shown
 
-# Prefixes of the names of job facts, which say nothing of paths.
+# Prefixes of the keys in a job's state that `fusefs status PATH --json` leaves out.
 OF_JOBS = ("has_ended", "why", "in_use", "dropped")
 
 Job = dict[str, Any]
 
 
 def unpin(paths: Sequence[Path]) -> None:
-    """Unpin all that is pinned at and below these paths; CommandError names those without pins."""
+    """Remove the pins at and below these paths; raise CommandError for paths without pins."""
     wrong = []
     for path in paths:
         mountpoint, below = sync.find(path)
@@ -37,7 +37,7 @@ def unpin(paths: Sequence[Path]) -> None:
 
 
 def drop(path: Path) -> bool:
-    """Remove the local copies at and below a path, and print how many; False if some stay."""
+    """Remove local copies at and below a path and print counts; return False if some stay."""
     mountpoint, below = sync.find(path)
     message = {"command": "drop", "path": below}
     job = polling.finish(mountpoint, message, _progress)
@@ -58,7 +58,7 @@ def drop(path: Path) -> bool:
 
 
 def give_up(path: Path) -> bool:
-    """Give up unsent changes at and below a path, and print how many; False if some stay."""
+    """Give up unsent changes at and below a path and print counts; return False if some stay."""
     mountpoint, below = sync.find(path)
     files, in_use, remaining = 0, 0, 1
     while remaining:
@@ -73,7 +73,7 @@ def give_up(path: Path) -> bool:
 
 
 def status(mountpoint: Path, below: str) -> Job:
-    """Return how much of a mount's path is in its cache; sizes in bytes."""
+    """Return counts and bytes of the files at and below a mount's path, and of their copies."""
     message = {"command": "path status", "path": below}
     job = polling.finish(mountpoint, message, _progress)
     path = mountpoint / below

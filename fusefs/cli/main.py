@@ -2,14 +2,14 @@
 
 `mount` reads the settings (see `settings`), makes the checks that need no S3 and starts the daemon
 (see `launch`). The other commands find the daemon in the registry (launch/registry.py). They answer
-at once, even if the machine is busy or the mount hangs: each command imports its modules when it
+at once, even if the machine is busy or the mount hangs. Each command imports its modules when it
 runs, because imports take most of the time of a short command.
 
 Every failure is one line on standard error that begins with `fusefs: `. Exit status: 0 success, 1
 failure, 2 the command line or a setting cannot be read. The command line is described in parser.py.
 
-The commands' functions raise CommandError with a sentence for the user, ControlError if the mount
-has ended, or its daemon does not answer or refuses, and OSError for files; `main` shows them.
+The commands' functions raise CommandError with a sentence for the user; ControlError if the mount
+has ended, or its daemon does not answer or refuses; and OSError for files. `main` shows the errors.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         return make_parser(arguments).parse_args(arguments)
     except SystemExit:
-        sys.stdout.flush()  # of a help text, which may have lost its reader
+        sys.stdout.flush()  # raises BrokenPipeError if a help text has lost its reader
         raise
 
 
 def _status_of(error: Exception) -> int:
-    """Return the exit status for an error that is meant for the user; raise any other error."""
+    """Return the exit status for an error whose message is for the user; raise other errors."""
     from fusefs.launch import control, preflight, registry
     from fusefs.linux import unmount
     from fusefs.settings.mount import SettingsError
@@ -101,9 +101,9 @@ def _settings_error(sentence: str) -> Exception:
 
 
 def _prepare_streams() -> None:
-    """Make the standard streams able to print every name, in any locale.
+    """Make standard output able to print every name, in any locale.
 
-    A closed stream is opened on /dev/null, or the next opened file would get its number.
+    Closed streams are opened on /dev/null, or the next opened file would get such a number.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -114,11 +114,11 @@ def _prepare_streams() -> None:
 
 
 def _written(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return the text for a character that the stream's encoding lacks: a codec error handler."""
+    """Replace a character that the stream's encoding lacks, as an error handler of codecs."""
     assert isinstance(error, UnicodeEncodeError)
-    error.end = error.start + 1  # of several in a row each is judged by itself
+    error.end = error.start + 1  # only one character of several in a row
     try:
-        return codecs.lookup_error("surrogateescape")(error)  # a byte that is no text, as it is
+        return codecs.lookup_error("surrogateescape")(error)  # a byte that is no text
     except UnicodeError:
         return codecs.backslashreplace_errors(error)
 
@@ -199,7 +199,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
-    """Run jobs of `fusefs warm` or `fusefs pin` in the daemons; return the exit status."""
+    """Start jobs of `fusefs warm` or `fusefs pin`, wait if asked to; return the exit status."""
     from fusefs.cli import status_report, warm
     from fusefs.settings.display import shown
 
@@ -293,7 +293,7 @@ def _show_settings(options: argparse.Namespace) -> int:
 
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:
-    """Split `path` into mountpoint and rest; None if it is a mountpoint or in no mount."""
+    """Return a path's mountpoint and the rest; None for a mountpoint or a path in no mount."""
     from fusefs.cli import sync
     from fusefs.launch.control import CommandError
 

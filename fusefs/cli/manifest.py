@@ -1,8 +1,8 @@
-"""Lists of paths: `fusefs warm --manifest FILE`, and lists too long for one request.
+"""Lists of paths: for `fusefs warm --manifest FILE`, and for too many paths for one request.
 
 A line is a path: relative to a directory of the mount, absolute, or the s3:// URI of an object of
 the mount's bucket. Empty lines and lines that begin with `#` are ignored. The daemon gets one line
-for each line of the file, so that both have the same line numbers.
+for each line of the file, so that its line numbers are those of the file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 from fusefs.linux import mountinfo
 
-# Bytes of a list in one request, which has at most 256 KiB: JSON makes up to six of each.
+# Bytes of a list in one request, which has at most 256 KiB: JSON makes up to six bytes of one.
 PIECE = 40_000
 
 
 class LineError(Exception):
-    """A line of a list is not a path in the mount."""
+    """A line of a list is not a path in the mount; the message says why."""
 
 
 def send(mountpoint: Path, lines: Iterable[str]) -> str:
-    """Send a mount's daemon a list of paths relative to the mountpoint; return the list's name."""
+    """Send a daemon a list of paths, relative to the mountpoint; return the list's new name."""
     name = secrets.token_hex(16)
     offset, size = 0, 0
     piece: list[str] = []
@@ -48,17 +48,17 @@ def send(mountpoint: Path, lines: Iterable[str]) -> str:
 
 
 def has_line(path: str) -> bool:
-    """True if a line of a list can hold this path relative to the mountpoint."""
-    # Bytes that are not UTF-8 are surrogates in `path`.
+    """True if a path, relative to the mountpoint, can be a line of a list."""
+    # Python's strings have surrogates for bytes that are not UTF-8.
     is_text = not any("\ud800" <= character <= "\udfff" for character in path)
     return bool(path) and "\n" not in path and is_text
 
 
 class Manifest:
-    """Reads the lines of one manifest as paths of one mount.
+    """A reader of the lines of one manifest as paths of one mount.
 
     Relative paths are below `base`, a directory in the mount, relative to the mountpoint. With
-    `is_text`, lines may be comments, and paths may have space around them.
+    `is_text`, lines may be comments, and paths may have spaces around them.
     """
 
     def __init__(self, mountpoint: Path, base: str, *, is_text: bool = True) -> None:
@@ -74,7 +74,7 @@ class Manifest:
         self._has_nested = any(mount.path.startswith(below) for mount in self._mounts)
 
     def paths(self, lines: Iterable[bytes], refuse: Callable[[int, str], None]) -> Iterable[str]:
-        """Yield each line's path, "" if it has none; `refuse` gets its number and the reason."""
+        """Yield each line's path, "" without one; `refuse` gets a bad line's number and reason."""
         for number, line in enumerate(lines, 1):
             text = line.strip(b" \t\r\n") if self._is_text else line
             if not text or (self._is_text and text.startswith(b"#")):
@@ -119,7 +119,7 @@ class Manifest:
             raise LineError(f"{text} is in the mount {found.mountpoint}, not in {self.mountpoint}")
 
     def _through_links(self, text: str) -> str:
-        """Do the same as `sync.find` for a path that leads to the mountpoint by symbolic links."""
+        """Return the path in the mount of an absolute path with symbolic links above the mount."""
         try:
             mountpoint, below = sync.find(Path(text))
         except CommandError as error:

@@ -1,4 +1,4 @@
-"""`fusefs mount` and `fusefs upgrade`: start a mount's daemon, and replace it."""
+"""`fusefs mount` and `fusefs upgrade`, which start and replace a mount's daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fusefs.settings.mount import (
 )
 from fusefs.settings.sources import config_of, from_environment, mistyped
 
-# A keeper answers at once, unless the machine is busy.
+# Long only for a busy machine: otherwise a keeper answers at once.
 SETTINGS_TIMEOUT_S = 15.0
 UPGRADE_TIMEOUT_S = 90.0
 
@@ -47,7 +47,7 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
 
 
 def upgrade(options: argparse.Namespace) -> None:
-    """Replace a mount's daemon by a daemon of this version, with the options' settings."""
+    """Replace a mount's daemon by one of this version; settings among the options change."""
     changes, place = flags(options), registry.resolve(options.mountpoint)
     for name, value in changes.items():
         if name in FIXED:
@@ -59,7 +59,7 @@ def upgrade(options: argparse.Namespace) -> None:
             f"{place} has no keeper that answers, which an upgrade needs; unmount it and mount it"
             " again"
         ) from None
-    # An upgrade may be to an older version, which knows fewer settings.
+    # `from_texts` ignores unknown settings: the new version may be older.
     present = MountSettings.from_texts(json.loads(answer["settings"])["settings"])
     request = {
         "do": "upgrade",
@@ -75,24 +75,24 @@ def upgrade(options: argparse.Namespace) -> None:
 
 
 def _files_of_mount(place: Path) -> dict[str, str]:
-    """Return the variables that named AWS's files when the mount was made, from its keeper.
+    """Return the variables with the paths of AWS's files, from the mount's keeper.
 
     This shell may lack them if /etc/fstab (`credentials=FILE`) or a service made the mount.
     """
-    from fusefs.diagnosis.subject import environment_of  # a mount does without it
+    from fusefs.diagnosis.subject import environment_of  # `fusefs mount` does not need it
 
     pid = keeper_pid(place)
     made = environment_of(pid) if pid is not None else None
     return {
         name: path
         for name, path in (made or {}).items()
-        # the directory of a relative path is not known
+        # A relative path is of no use without its directory.
         if name in users.AWS_FILES and os.path.isabs(path)
     }
 
 
 def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> MountSettings:
-    """Build the settings of a mount from the command line, the environment and the file."""
+    """Build a mount's settings from the command line, the environment and the settings file."""
     layer = {
         "source": RawValue(options.source, "the source"),
         "mountpoint": RawValue(str(registry.resolve(options.mountpoint)), "the mountpoint"),
@@ -103,7 +103,7 @@ def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mou
 
 
 def flags(options: argparse.Namespace) -> dict[str, RawValue]:
-    """Return the settings among the options of the command line."""
+    """Return the settings among the command line's options, by field names."""
     layer = {}
     for setting in SETTINGS:
         if hasattr(options, setting.name):
@@ -115,7 +115,7 @@ def flags(options: argparse.Namespace) -> dict[str, RawValue]:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that they, too, leave nothing behind."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP in the block, so that it cleans up."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

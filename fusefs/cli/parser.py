@@ -1,8 +1,8 @@
-"""The command line of `fusefs`: each command with its arguments and help, in one table.
+"""The command line of `fusefs`: a table of the commands with their arguments and help.
 
 main.py has a function for each command, found by the command's name. The settings of mounts are
-imported only for commands that have them as options: the import would take most of the time of a
-short command.
+imported only for commands with options for settings, because the import would take most of the time
+of a short command.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fusefs.settings.arguments import Parser
 if TYPE_CHECKING:
     from fusefs.settings.types import Setting
 
-# The names and the options of one call of `add_argument`.
+# The positional and the keyword arguments for a call of `add_argument`.
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class _Command(NamedTuple):
-    """One command. At most one of `alternatives` may be given; exactly one if `must_choose`.
+    """One command. Users may give one of `alternatives`, and must if `must_choose`.
 
     `add_settings` adds the options that are settings of mounts.
     """
@@ -41,9 +41,10 @@ class _Command(NamedTuple):
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> Parser:
-    """Make the parser for a command line; without `arguments`, for all commands and their settings.
+    """Make the parser for a command line.
 
-    The parser has only the command that `arguments` begin with, or all if that is no command.
+    The parser knows only the command that `arguments` begin with; all commands if that is no
+    command; all commands with their settings if `arguments` is None.
     """
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."
@@ -51,7 +52,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     version = f"fusefs {__version__}"
     names = ("-V", "--version")
     parser.add_argument(*names, action="version", version=version, help="show the version")
-    # Without `prog` argparse would format a help text to find the program's name in it.
+    # Without `prog` argparse would format a help text, only for the program's name in it.
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", prog="fusefs", dest="command"
     )
@@ -108,10 +109,10 @@ def _add_upgrade_settings(parser: Parser) -> None:
     from fusefs.settings.mount import FIXED, SETTINGS
 
     changeable = [setting for setting in SETTINGS if setting.name not in FIXED]
-    # A setting that is not given keeps its value, which need not be the default.
+    # No defaults are shown, because a setting that is not given keeps its value.
     _add_settings(parser, changeable, shows_defaults=False)
     for setting in SETTINGS:
-        if setting.name in FIXED:  # refused by the command, with a better sentence
+        if setting.name in FIXED:  # so that `upgrade` refuses it with a better message
             _add_setting(parser, setting, argparse.SUPPRESS)
 
 
@@ -126,7 +127,7 @@ def _add_settings(
 
 
 def _add_setting(group: argparse._ActionsContainer, setting: Setting, text: str) -> None:
-    # argparse passes the text on unread: settings.build reads it, with better messages.
+    # argparse does not convert the text: settings.build does, with better messages.
     shared: dict[str, Any] = {
         "dest": setting.name,
         "default": argparse.SUPPRESS,
@@ -149,7 +150,7 @@ def _argument(*names: str, **options: Any) -> _Argument:
 
 
 def _given(text: str) -> str:
-    if not text:  # from an unset variable of a script; not the working directory
+    if not text:  # probably a script's unset variable; a Path would be the working directory
         raise argparse.ArgumentTypeError("the path is empty")
     return text
 

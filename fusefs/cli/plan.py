@@ -1,4 +1,4 @@
-"""`fusefs plan`: sends a mount the list of files that a program will read, in order."""
+"""`fusefs plan` and `fusefs record`: send a mount the order of coming reads, and write it down."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S, SILENCE_
 from fusefs.launch.control import CommandError, NotAnsweringError
 from fusefs.launch.mount_requests import daemon_request
 
-# Bytes that are read at a time, and the maximum of an entry: a longer entry is not a path.
+# The bytes of the list that are read at a time, and the maximum length of an entry in bytes.
 CHUNK = 1 << 20
 LONGEST_ENTRY = 8192
-# Number of bad entries before the first good one after which the file is not a list of paths.
+# A file that begins with this many bad entries is not a list of paths.
 MOST_BAD = 100
 BAD_NAMED = 10
-# Time between a recording's questions about opened files.
+# Time between requests of `fusefs record` for the opened files.
 RECORD_EVERY_S = 0.2
-# By then the daemon has usually looked up the first entries.
+# Time limit for the look-up of the first entries, which is usually over by then.
 FIRST_LOOK_S = 3.0
 FIRST_LOOK = 64
 
 
 class Sender:
-    """Sends the plan of one reader to the daemon, in pieces."""
+    """A sender of one reader's plan to the daemon, in pieces."""
 
     def __init__(self, mountpoint: Path, reader: str) -> None:
         self._mountpoint = mountpoint
@@ -44,7 +44,7 @@ class Sender:
             self.flush()
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Send the entries that were added; the first request replaces the reader's plan."""
+        """Send the entries added since the last request; the first replaces the reader's plan."""
         if not self._piece and not (is_last and self.count):
             return
         message = {
@@ -58,7 +58,7 @@ class Sender:
         self._offset, self._size, self._piece = self._offset + self._size, 0, []
 
     def plan(self) -> dict[str, Any]:
-        """Return the state of the plan, as `status` shows it; CommandError if it has been ended."""
+        """Return the state of the plan as in `fusefs status --json`; CommandError if it ended."""
         answer = daemon_request(self._mountpoint, {"command": "plans"}, ANSWER_TIMEOUT_S)
         found = [plan for plan in answer["plans"] if plan["reader"] == self._reader]
         if not found:
@@ -70,9 +70,9 @@ class Sender:
 def send(
     base: Path, file: str, reader: str, separator: bytes, complain: Callable[[str], None]
 ) -> bool:
-    """Send a plan; False if some of its entries are bad. `complain` gets lines about these."""
+    """Send a plan; return False if some entries are bad, which `complain` is told."""
     mountpoint, below = sync.find(base)
-    # NUL-separated paths may have any other byte; a line of text may name its reader after a tab.
+    # A line of text may have a reader's name after a tab; NUL-separated entries are only paths.
     is_text = separator != b"\0"
     reading = manifest.Manifest(mountpoint, below, is_text=is_text)
     senders: dict[str, Sender] = {}
@@ -97,7 +97,7 @@ def send(
                         senders[whose] = Sender(mountpoint, whose)
                     senders[whose].add(path)
             number += len(entries)
-            # A stream may continue much later.
+            # Sent now, because a stream may continue much later.
             for sender in senders.values():
                 sender.flush()
     for sender in senders.values():
@@ -124,7 +124,7 @@ def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
 
 
 def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
-    """True if the bucket has the first paths; waits up to three seconds for their look-up."""
+    """Wait up to three seconds for the look-up of the first paths; False if some are missing."""
     deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
     for sender in senders:
         wanted = min(sender.count, FIRST_LOOK)
@@ -141,7 +141,7 @@ def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
 
 
 def end(base: Path, reader: str) -> None:
-    """Make a mount forget a reader's plan; CommandError if the reader has no plan."""
+    """End a reader's plan; raise CommandError if the reader has no plan."""
     mountpoint, _ = sync.find(base)
     message = {"command": "end plan", "reader": reader}
     if not daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)["was_there"]:
@@ -149,9 +149,9 @@ def end(base: Path, reader: str) -> None:
 
 
 def record(base: Path, file: str, separator: str) -> None:
-    """Write the paths that are opened in a mount to a file, until the mount or the user ends it.
+    """Write the paths that programs open in a mount to a file, each with `separator` at its end.
 
-    `separator` follows each path.
+    Returns only by an exception, at the end of the mount or by Ctrl-C.
     """
     mountpoint, _ = sync.find(base)
     after, last_answer = 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""Starts a daemon's job that takes a while, and waits for the result."""
+"""Start of a daemon's job by a command, which then polls until the job has ended."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fusefs.launch.mount_requests import daemon_request
 ANSWER_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.02
 POLL_S = 0.25
-# Enough time for a dead daemon's replacement to start.
+# Time limit without an answer: enough for a dead daemon's replacement to start.
 SILENCE_S = 60.0
 
 
 def finish(
     mountpoint: Path, message: dict[str, Any], describe: Callable[[dict[str, Any]], str]
 ) -> dict[str, Any]:
-    """Start the job of a request, wait until the job has ended, and return it.
+    """Start the job of a request, wait until the job has ended, and return its last state.
 
-    The key "start" is added to the request. `describe` makes the text that a terminal, if there is
-    one, shows on one line meanwhile. Raises CommandError if the daemon is silent for a minute.
+    The key "start" is added to the request. Meanwhile a terminal, if there is one, shows the text
+    from `describe` on one line. Raises CommandError if the daemon is silent for a minute.
     """
     message = message | {"start": True}
     last_answer, pause_s = time.monotonic(), FIRST_PAUSE_S
@@ -49,6 +49,6 @@ def show_line(text: str) -> None:
     """Show progress on one line of the terminal, if there is one; an empty text clears it."""
     if not sys.stderr.isatty():
         return
-    # A wider text would wrap to the next line, each time.
+    # A wider text would wrap, and each call would begin a new line.
     width = max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1)
     print(f"\r{text[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The text of `fusefs status`, made from the daemons' answers.
 
-A daemon answers with nested numbers (bytes, seconds, counts); this module adds labels and units. A
-value that an answer lacks is left out, because the daemon may be older than the command.
+A daemon's answer has plain numbers (bytes, seconds, counts); this module adds labels and units.
+Values that an answer lacks are left out, because the daemon may be older than the command.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Status = Mapping[str, Any]
 _LABEL_WIDTH = 12
 # A cache counts as full above this share of its limit.
 FULL = 0.9
-# S3 counts as failing for this long after its last failed attempt.
+# S3 counts as failing for this long after its last failure.
 FAILING_S = 60.0
-# Maximum number of files that are listed by name while they wait for their upload.
+# The maximum number of waiting uploads that are listed by name.
 MOST_PENDING = 5
 
 
 def as_text(status: Status) -> str:
-    """Return the text block of one mount, also if its daemon gave no status that can be read."""
+    """Return the block of lines for one mount, even without a status that can be read."""
     try:
         return render_silent(status) if "not_answering" in status else render(status)
     except MALFORMED as error:
@@ -82,7 +82,7 @@ def render(status: Status) -> str:
 
 
 def render_silent(status: Status) -> str:
-    """Return the text block of a mount whose daemon gave no status."""
+    """Return the block of lines for a mount whose daemon gave no status."""
     pid = status.get("daemon", {}).get("pid")
     who = f"not answering, pid {pid}" if pid else "not answering"
     rows = [
@@ -125,8 +125,8 @@ def _hits(cache: Status) -> str:
     hit_bytes, miss_bytes = cache.get("hit_bytes", 0), cache.get("miss_bytes", 0)
     total = hit_bytes + miss_bytes
     share = f" ({hit_bytes / total:.1%})" if total else ""
-    # The daemon does not see reads of files that are open for passthrough: each such open counts as
-    # one read of the whole file, however much is read.
+    # The daemon does not see reads of files that are open for passthrough, so each such open counts
+    # as one read of the whole file.
     opened, sizes = cache.get("passthrough_opens", 0), human_size(cache.get("passthrough_bytes", 0))
     unseen = f"; {sizes} of it for {counted(opened, 'passthrough open')}, whose reads are not seen"
     unseen = unseen if opened else ""
@@ -161,7 +161,7 @@ def _scrub(scrub: Status) -> str:
 
 
 def cluster_cache(found: Status) -> str:
-    """Describe the state of the cluster cache, and what was found and stored there."""
+    """Describe the state of the cluster cache, and its numbers of found and stored blocks."""
     lookups, fills = found["lookups"], found["fills"]
     state = {"closed": "in use", "opening": "not reached yet"}.get(found["state"], "not in use")
     why = f" ({found['why']})" if found["why"] else ""
@@ -200,7 +200,7 @@ def _s3(status: Status) -> str:
     troubles += [
         f"{s3[name]:,} {label}"
         for name, label in (
-            # A successful retry, a missing object and a lost race are not errors.
+            # `errors` do not include successful retries, missing objects and lost races.
             ("errors", "failed for good (errors)"),
             ("retries", "retried"),
             ("throttled", "throttled"),
@@ -216,7 +216,7 @@ def _s3(status: Status) -> str:
 
 
 def _s3_failure(s3: Status) -> str | None:
-    """Describe S3's present failure, with its duration; None if S3 answers."""
+    """Describe the present failure of S3 and its duration; return None if S3 answers."""
     last = s3.get("last_error")
     if last is None or last["since_s"] is None or last["ago_s"] > FAILING_S:
         return None
@@ -224,7 +224,7 @@ def _s3_failure(s3: Status) -> str | None:
 
 
 def is_healthy(status: Status) -> bool:
-    """True if a mount answers, reaches S3, is not shut and has no upload that fails.
+    """True if a mount answers, S3 answers it and does not refuse it, and no upload has failed.
 
     A mount of another user counts as healthy, because its state is not known.
     """
@@ -242,7 +242,7 @@ def is_healthy(status: Status) -> bool:
 
 
 def _conditions(conditions: Status) -> str:
-    """Describe the conditions that the store does not honour, and whether they were probed."""
+    """Describe how the store honours conditional requests (If-Match and the like)."""
     missing = conditions.get("missing", ())
     without = f"; not honoured: {', '.join(missing)}" if missing else ""
     if not conditions.get("known"):
@@ -327,7 +327,7 @@ def warm_progress(job: Status) -> str:
 
 
 def plan_progress(plan: Status) -> str:
-    """Describe the progress of a plan of `fusefs plan`: how far ahead, and why opens were late."""
+    """Describe a plan of `fusefs plan`: the files fetched ahead, and reasons of late opens."""
     reader = f"{plan['reader']}: " if plan["reader"] else ""
     text = (
         f"{reader}{plan['state']}, {plan['position']:,} of {counted(plan['entries'], 'file')} read"
@@ -348,7 +348,7 @@ def plan_progress(plan: Status) -> str:
 
 
 def progress(job: Status) -> str:
-    """Describe a job's progress as a share and sizes, as in `41%, 3.1 of 7.5 GiB, ETA 2 min`."""
+    """Return a job's progress as a text such as `41%, 3.1 of 7.5 GiB, ETA 2 min`."""
     wanted = job["bytes"] - job["left_out_bytes"]
     done, of = human_size(job["done_bytes"]), human_size(wanted)
     if done.split()[1] == of.split()[1]:
@@ -365,7 +365,7 @@ def progress(job: Status) -> str:
 
 
 def warming_troubles(job: Status) -> list[str]:
-    """List the reasons why a job of `fusefs warm` left files out of the cache."""
+    """Return the reasons why a job of `fusefs warm` has not cached all files; may be empty."""
     troubles = [job["why"]] if job["why"] else []
     if job["left_out_files"]:
         left_out = (

@@ -1,4 +1,4 @@
-"""`fusefs sync`: waits until the bucket has all written files; `fusefs umount` uses it, too."""
+"""`fusefs sync`: waits until all written files are uploaded, also for `fusefs umount`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fusefs.linux import files, mountinfo
 from fusefs.settings.display import human_size
 
 POLL_S = 0.2
-# Time to wait for a dead daemon's replacement.
+# The longest wait for the replacement of a dead daemon.
 NEXT_DAEMON_S = 30.0
 MOST_SHOWN = 5
 
 
 def sync(path: Path, timeout_s: float) -> None:
-    """Wait until the bucket has everything at or below a path; CommandError names what it lacks."""
+    """Wait until all files at or below a path are uploaded; CommandError names the others."""
     mountpoint, below = find(path)
     patience_s = min(NEXT_DAEMON_S, timeout_s)
     try:
@@ -33,13 +33,13 @@ def sync(path: Path, timeout_s: float) -> None:
 
 
 def find(path: Path) -> tuple[Path, str]:
-    """Return the mountpoint of the mount that contains `path`, and the path relative to it.
+    """Return the mountpoint of the innermost mount of `path`, and the path relative to it.
 
-    If mounts are nested, it is the innermost mount. Makes no call to their file systems. Raises
-    CommandError if `path` is in no registered mount.
+    The mounts' file systems are not accessed. Raises CommandError if `path` is in no registered
+    mount.
     """
     absolute = Path(os.path.normpath(files.absolute(path)))
-    # From the top, so that no symbolic link inside a mount is read.
+    # From the root down, so that no symbolic link inside a mount is read.
     for at in reversed((absolute, *absolute.parents)):
         mountpoint = registry.resolve(at)
         if registry.registration_of(mountpoint) is not None:
@@ -65,9 +65,10 @@ def wait(
     *,
     patience_s: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Wait until every file is uploaded or has failed; return the files that are not uploaded.
+    """Wait until the uploads of all files have ended or failed; return the failed files.
 
-    If the daemon does not answer, its replacement has to answer within `patience_s`.
+    After `timeout_s`, files that still wait are returned, too. If the daemon does not answer, its
+    replacement has to answer within `patience_s`.
 
     Raises:
         ControlError: no daemon answered for `patience_s`, or the daemon refused.
@@ -89,8 +90,8 @@ def wait(
             time.sleep(POLL_S)
             continue
         last_answer = time.monotonic()
-        # Files written after the request do not count. `since_s` is their age at the answer, so
-        # however late it comes, a file that existed at the request is older.
+        # Files written after the first request do not count. `since_s` is a file's age when the
+        # daemon answered, so that a file of the first request is at least this old.
         remaining = [file for file in answer["pending"] if file["since_s"] >= sent - requested]
         if not answer["under_way"] or not remaining or last_answer - begun > timeout_s:
             return remaining
@@ -101,7 +102,7 @@ def wait(
 
 
 def describe(files: list[dict[str, Any]]) -> str:
-    """Describe, in one line, files that are not in the bucket."""
+    """Return one line about files that are not in the bucket."""
     names = ", ".join(
         f"{file['key']} ({file['error'] or file['state']})" for file in files[:MOST_SHOWN]
     )

@@ -1,7 +1,8 @@
 """`fusefs umount`: ends a mount in the ordinary way, lazily, or by force.
 
-Its exit status is a promise: 0 only if the bucket has everything. After the end of the mount's
-processes, the local disk shows what is missing (left_behind.py), even if a daemon was killed.
+Without --lazy, exit status 0 promises that the bucket has all written files. The files that it
+lacks are found on the local disk after the end of the mount's processes (left_behind.py), even if
+a daemon was killed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_pid, keeper_pid
 from fusefs.linux import mountinfo, processes, unmount
 
-# The daemon retries failed uploads once more before it ends.
+# Time limit for the end of a process: the daemon retries failed uploads before it ends.
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
 SLOW_S = 5.0
-# A keeper replaces a daemon that is silent for 30 s (`--hang-timeout`); then a new one starts.
+# The longest wait for an answer: a keeper replaces a daemon that is silent for 30 s
+# (`--hang-timeout`).
 NEXT_DAEMON_S = 45.0
 
 
@@ -34,14 +36,14 @@ def end_mount(mountpoint: Path, *, is_forced: bool, is_lazy: bool) -> None:
     """End a mount and wait for the end of its processes.
 
     Raises:
-        CommandError, UnmountError: `mountpoint` is not a mount of fusefs, is in use, does not end,
-            or has ended with files that are not in the bucket.
+        CommandError, UnmountError: `mountpoint` is not a mount of fusefs, is in use, or does not
+            end; or the mount has ended, but the bucket lacks written files.
     """
     mount = mountinfo.find_mount(mountpoint)
     registration = registry.registration_of(mountpoint)
     if mount is None or not mount.is_fusefs:
         raise CommandError(f"{mountpoint} is not a mount of fusefs")
-    os.chdir("/")  # this process must not keep the mount busy
+    os.chdir("/")  # or this process could keep the mount busy
     staging = registry.staging_of(mountpoint)
     if is_forced:
         _end_by_force(mount, registration)
@@ -70,10 +72,10 @@ def _end(
     has_staging: bool,
     is_lazy: bool,
 ) -> list[dict[str, Any]]:
-    """Unmount, wait for the processes to end; return the files that the daemon could not upload."""
+    """Unmount and wait for the processes' end; return the files that failed to be uploaded."""
     mountpoint = mount.mountpoint
     daemon = registration.pid if registration and registration.is_alive() else None
-    keeper = keeper_pid(mountpoint) or None  # 0 is that of another PID namespace
+    keeper = keeper_pid(mountpoint) or None  # 0 if in another PID namespace
     patience_s = NEXT_DAEMON_S if has_staging and keeper is not None and not is_lazy else 0.0
     remaining = _finish_uploads(mountpoint, patience_s, timeout_s=0.0 if is_lazy else math.inf)
     try:
@@ -83,7 +85,7 @@ def _end(
         if error.is_busy:
             raise CommandError(f"{mountpoint} is in use{_users_text(mountpoint)}") from None
         raise CommandError(f"{mountpoint}: {error}") from None
-    # A lazy unmount ends after the mount's last use, which may take hours.
+    # After a lazy unmount the mount ends with its last use, perhaps hours later.
     if is_lazy:
         return remaining
     # Another daemon may have replaced the first one meanwhile.
@@ -103,9 +105,9 @@ def _end(
 
 
 def _finish_uploads(mountpoint: Path, patience_s: float, timeout_s: float) -> list[dict[str, Any]]:
-    """Wait for the uploads of written files; return the files that cannot be uploaded.
+    """Wait for the uploads of written files; return the files that failed to be uploaded.
 
-    Returns none if the daemon does not answer: the caller then checks the local disk.
+    Returns no files if the daemon does not answer: the caller then checks the local disk.
     """
     try:
         with _notice_if_slow(f"files written to {mountpoint} are being uploaded"):
@@ -148,8 +150,8 @@ def _users_text(mountpoint: Path) -> str:
 def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registration | None) -> None:
     """Abort the connection, unmount, and end the daemon and the keeper.
 
-    If this user may not abort the connection (an ordinary user in a container), killing the daemon
-    has the same effect, as no other process has the connection open then.
+    If this user may not abort the connection (an ordinary user in a container), the daemon's death
+    has the same effect, because no other process has the connection open.
     """
     failure: unmount.UnmountError | None = None
     try:
@@ -169,7 +171,7 @@ def _end_by_force(mount: mountinfo.KernelMount, registration: registry.Registrat
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
-    """Wait until a process has ended; False if it is still running after `timeout_s`."""
+    """Wait for the end of a process; return False if it still runs after `timeout_s`."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

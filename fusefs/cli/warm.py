@@ -19,7 +19,7 @@ from fusefs.launch import control
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_request
 
-# By then the daemon has usually found out that a path does not exist.
+# The longest wait for the first page of a listing, which shows if a path does not exist.
 FIRST_PAGE_S = 3.0
 # Time between lines of progress if standard error is not a terminal.
 LINE_EVERY_S = 10.0
@@ -35,22 +35,22 @@ ADDED = (
     "failed_files",
 )
 
-# The variable with the number of a pod of an Indexed Job.
+# The variable with a pod's number in a Kubernetes Indexed Job.
 JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 Job = dict[str, Any]
-# More paths of one mount than this are sent as a list.
+# If one mount has more paths than this, they are sent as a list.
 MANY = 64
 BAD_LINES_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
 class WarmRequest:
-    """A job for the daemon of one mount.
+    """A request for a job of one mount's daemon.
 
     `below` is a path or pattern relative to the mountpoint ("" for the whole mount), or the title
-    of the list that has been sent under `list_name`. The job fetches only the shard (number, count)
-    of the selected files, and pins them if `is_pinned`.
+    of the list that was sent under `list_name`. If `shard` (number, count) is given, only this part
+    of the selected files is fetched. All selected files are pinned if `is_pinned`.
     """
 
     mountpoint: Path
@@ -75,14 +75,14 @@ class WarmRequest:
         }
 
 
-# The id that the daemon gave the job of each request.
+# The ids of the daemons' jobs, by request.
 Ids = dict[WarmRequest, str]
 
 
 def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Parse `I/N`, or `N` in a pod of an Indexed Job, whose environment has I.
+    """Parse `I/N`, or `N` in a pod of an Indexed Job, into the number and the count of shards.
 
-    Kubernetes sets JOB_COMPLETION_INDEX there
+    Kubernetes sets JOB_COMPLETION_INDEX to I in such a pod
     (https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode).
 
     Raises:
@@ -105,14 +105,14 @@ def shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
 def requests(
     paths: Sequence[Path], shard: tuple[int, int] | None = None, *, is_pinned: bool = False
 ) -> list[WarmRequest]:
-    """Make the jobs for these paths; many paths of one mount make one job. Sends their lists."""
+    """Make requests for these paths; many paths of one mount are sent as a list for one request."""
     of: dict[Path, list[str]] = {}
     for path in paths:
         mountpoint, below = sync.find(path)
         of.setdefault(mountpoint, []).append(below)
     found = []
     for mountpoint, parts in of.items():
-        # A list has a line for each path, but the whole mount has no line.
+        # A line of a list cannot name the whole mount.
         if len(parts) > MANY and all(map(manifest.has_line, parts)):
             title = f"{len(parts):,} paths of {mountpoint}"
             name = manifest.send(mountpoint, parts)
@@ -127,7 +127,7 @@ def requests(
 def manifest_request(
     file: str, base: Path, shard: tuple[int, int] | None, complain: Callable[[str], None]
 ) -> tuple[WarmRequest, int]:
-    """Make the job for a manifest ("-" is standard input); return it and the count of bad lines.
+    """Send a manifest ("-": standard input); return the job's request and the count of bad lines.
 
     `complain` gets a message for each of the first bad lines. Relative paths are below `base`.
     """
@@ -150,7 +150,7 @@ def manifest_request(
 
 
 def start(requests: Sequence[WarmRequest]) -> Ids:
-    """Start the jobs, or join equal ones under way; return their ids, or raise ControlError."""
+    """Start jobs, unless equal jobs are under way, and return their ids; may raise ControlError."""
     return {request: _start(request)["id"] for request in requests}
 
 
@@ -159,7 +159,7 @@ def _start(request: WarmRequest) -> Job:
 
 
 def cancel(paths: Sequence[Path]) -> None:
-    """Cancel the jobs of these paths; CommandError if a path has no job."""
+    """Cancel the jobs at and below these paths; raise CommandError for a path without jobs."""
     for path in paths:
         mountpoint, below = sync.find(path)
         message = {"command": "cancel warming", "path": below}
@@ -168,7 +168,7 @@ def cancel(paths: Sequence[Path]) -> None:
 
 
 def accepted(ids: Ids) -> None:
-    """Wait up to three seconds for the begin of listings; CommandError if a path has none."""
+    """Wait up to three seconds until jobs have listed files; CommandError if a job has failed."""
     deadline = time.monotonic() + FIRST_PAGE_S
     pause_s = FIRST_PAUSE_S
     while True:
@@ -184,9 +184,9 @@ def accepted(ids: Ids) -> None:
 
 
 def wait(ids: Ids) -> dict[WarmRequest, Job]:
-    """Wait until all jobs have ended, and return them.
+    """Wait until all jobs have ended, and return their last states.
 
-    Raises CommandError if a daemon is silent for a minute, or no longer knows a list.
+    Raises CommandError if a daemon is silent for a minute, or no longer knows a job of a list.
     """
     jobs: dict[WarmRequest, Job] = {}
     began = last_answer = shown_at = time.monotonic()
@@ -207,12 +207,12 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
                 raise CommandError(str(error)) from None
         if not all(map(has_ended, jobs.values())):
             shown_at = _show(together(list(jobs.values())), shown_at)
-        # The end may be noticed late by a small share of the job's duration.
+        # The pause is a fiftieth of the time so far, the delay with which the end is noticed.
         time.sleep(min(max(FIRST_PAUSE_S, (time.monotonic() - began) / 50), POLL_S))
 
 
 def is_complete(job: Job) -> bool:
-    """True if a job has ended with all of its files in the cache."""
+    """True if a job has ended and all of its files are in the cache."""
     return job["state"] == "ended" and not status_report.warming_troubles(job)
 
 
@@ -232,7 +232,7 @@ def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
 
 
 def _again(request: WarmRequest) -> Job:
-    """Start a job again: a restarted daemon does not know jobs that ended before."""
+    """Start a job again that a new daemon does not know, because it ended before the restart."""
     if request.list_name:
         raise CommandError(
             f"{request.title}: the daemon was replaced after the job had ended; run the command"
@@ -242,7 +242,7 @@ def _again(request: WarmRequest) -> Job:
 
 
 def together(jobs: list[Job]) -> Job:
-    """Add several jobs up to one, for `status_report.progress`."""
+    """Return the sums of several jobs, in the form of one job for `status_report.progress`."""
     etas = [job["eta_s"] for job in jobs if job["state"] == "under way"]
     eta_s = max((math.inf if eta is None else eta for eta in etas), default=math.inf)
     return {
@@ -253,7 +253,7 @@ def together(jobs: list[Job]) -> Job:
 
 
 def _show(job: Job, shown_at: float) -> float:
-    """Show progress on one line of a terminal, else every ten seconds; return the time shown."""
+    """Show progress, without a terminal every ten seconds; return the time of the last line."""
     text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
     polling.show_line(text)
     if sys.stderr.isatty() or time.monotonic() - shown_at < LINE_EVERY_S:

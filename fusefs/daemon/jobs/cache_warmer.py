@@ -153,8 +153,8 @@ class WarmJob(WarmCounts):
         self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
-        # Paths and patterns that were unpinned since the start, which the job must not pin again; it
-        # holds `pinning` while it adds pins.
+        # Paths and patterns that were unpinned since the start, and must not be pinned again; the
+        # job holds `pinning` while it adds pins.
         self.unpinned: list[str] = []
         self.pinning = trio.Lock()
         self.is_full = False
