@@ -27,8 +27,7 @@ from fusefs.linux import mountinfo, processes, unmount
 UMOUNT_TIMEOUT_S = 120.0
 FORCE_TIMEOUT_S = 5.0
 SLOW_S = 5.0
-# The longest wait for an answer: a keeper replaces a daemon that is silent for 30 s
-# (`--hang-timeout`).
+# The longest wait for an answer: a keeper replaces a daemon silent for 30 s (`--hang-timeout`).
 NEXT_DAEMON_S = 45.0
 
 

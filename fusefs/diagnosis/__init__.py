@@ -1,1 +1,1 @@
-"""The diagnosis of a machine, a mount or a bucket (`doctor`), and the archive (`report`)."""
+"""The diagnosis of a machine, a mount or a bucket (`fusefs doctor`), and `fusefs report`."""

@@ -1,6 +1,6 @@
-"""Checks of the bucket: permissions, latency and throughput with these credentials.
+"""Checks of the bucket: permissions, latency and throughput with a mount's credentials.
 
-Requests go through the daemon's own kind of store, with its connections and its TLS. Reading needs
+Requests are sent by the same code as a daemon's, with the same connections and TLS. Reading needs
 only a listing and an object. Permissions to change the bucket are tried only on request, with
 objects of one byte below a name that no mount lists (store/capabilities.py), which are deleted at
 the end.
@@ -37,20 +37,20 @@ from fusefs.store.s3.store import S3Store, open_store
 RETRY_TIME_S = 3.0
 LIMIT_S = 30.0
 LATENCY_SAMPLES = 8
-# Reading the first byte of an object in the same region takes 10 to 100 ms.
+# The median above which latency gets advice: a byte from the same region takes 10 to 100 ms.
 SLOW_ANSWER_S = 0.25
 RANGE_BYTES = 8 << 20
 MOST_BYTES = 512 << 20
 THROUGHPUT_S = 2.0
 READERS = 16
 SLOW_BYTES_S = 100e6
-# Less than the buffers of the connections hold: no large answer arrives.
+# If fewer bytes arrive, no large answer does: the buffers of the connections have more room.
 STUCK_BYTES = 64 << 10
-# Smaller objects would measure only the latency.
+# The smallest object for measuring throughput: a smaller one would measure only the latency.
 LEAST_MEASURED = 1 << 20
-# The maximum number of objects that are tried until one is not archived.
+# The maximum number of archived objects before the reads are skipped.
 MOST_ARCHIVED = 8
-# AWS' names of the permissions.
+# AWS' names for the permissions of each kind of request.
 _ACTIONS = {
     "list": "s3:ListBucket",
     "get": "s3:GetObject",
@@ -59,7 +59,7 @@ _ACTIONS = {
     "delete": "s3:DeleteObject",
     "multipart": "s3:PutObject and s3:AbortMultipartUpload",
 }
-# The consequence of a missing permission for a mount.
+# The consequence for a mount if a kind of request is refused.
 _NEEDED_FOR = {
     "list": "nothing can be mounted",
     "get": "no file can be read",
@@ -133,7 +133,7 @@ def _refused(what: str, error: StoreError) -> Finding:
 
 
 def _remedy(what: str, error: StoreError) -> str:
-    """Return advice for a refusal, which may have other causes than missing permissions."""
+    """Return advice about a refused request, by its error."""
     match error:
         case CredentialsError():
             return "renew or correct the credentials; a finding above names their source"
@@ -150,7 +150,7 @@ def _remedy(what: str, error: StoreError) -> str:
 
 
 async def _latency(store: S3Store, info: ObjectInfo) -> Finding:
-    """Measure the time of GETs of one byte, to the end of the answer."""
+    """Measure the time of GETs of one byte, until the end of the answer."""
     taken = []
     for _ in range(LATENCY_SAMPLES):
         began = trio.current_time()
@@ -218,7 +218,7 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
 
 
 async def _permissions(store: S3Store, prefix: str, *, may_write: bool) -> list[Finding]:
-    """Try each kind of request that a mount sends."""
+    """Try each kind of request that a writable mount sends."""
     if not may_write:
         return [skipped("permissions", "a read-only mount, or --no-delete: nothing is written")]
     fd = os.memfd_create("fusefs-doctor", os.MFD_CLOEXEC)
@@ -246,7 +246,7 @@ async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding
 
 
 class _Trial:
-    """Requests to try: write, read, copy and delete one object, and upload another in parts."""
+    """Trial requests that write, read, copy and delete one object and upload another in parts."""
 
     def __init__(self, store: S3Store, own: str, fd: int) -> None:
         self._store = store
@@ -254,7 +254,7 @@ class _Trial:
         self._fd = fd
 
     def steps(self) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
-        """Return the attempts, in an order in which each finds the object that it needs."""
+        """Return names and functions of the requests; each finds an earlier one's object."""
         return [
             ("put", self._put),
             ("get", self._get),
@@ -288,7 +288,7 @@ class _Trial:
                     await self._store.abort_upload(state.key, state.upload_id)
 
     async def clean_up(self) -> None:
-        """Delete everything that this trial has made."""
+        """Delete all objects of this trial."""
         with trio.CancelScope(shield=True, deadline=trio.current_time() + RETRY_TIME_S):
             for name in ("object", "copy", "parts"):
                 with suppress(NotFoundError):

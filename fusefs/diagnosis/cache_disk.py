@@ -18,7 +18,7 @@ from fusefs.settings.types import FREE_INODES
 
 PROBE_BYTES = 64 << 20
 PIECE = 1 << 20
-# A cache must be faster than S3, which gives a connection some 50 MB/s.
+# The speed below which there is advice: S3 alone gives some 50 MB/s for each connection.
 SLOW_BYTES_S = 200e6
 
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "glusterfs")
@@ -27,14 +27,14 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "virtiofs", "lustre", "g
 def check(
     settings: MountSettings, *, cached_bytes: int = 0, cached_files: int = 0
 ) -> Iterator[Finding]:
-    """Check the cache directory of these settings. Blocks while the disk is measured.
+    """Check the disk of the settings' cache directory. Blocks while the disk is measured.
 
-    `cached_bytes` in `cached_files` are a mount's cache, from which it evicts files for space.
+    A mount's cache has `cached_bytes` in `cached_files`, which the mount can evict for space.
     """
     try:
         directory = existing(settings.cache_dir)
         room = os.statvfs(directory)
-    except OSError as error:  # of a name, or of a parent directory that is closed to this user
+    except OSError as error:  # a bad name, or a directory above that this user may not search
         text = f"{settings.cache_dir}: {error.strerror}"
         yield problem("cache disk", text, "choose another --cache-dir, or repair the disk")
         return
@@ -112,7 +112,7 @@ def _room(
     shown: Callable[[int], str],
     what_to_do: str,
 ) -> Finding:
-    """Rate free bytes or inodes: `floor` must stay free, eviction can free `cached`."""
+    """Judge `free` bytes or inodes: `floor` must stay free, eviction can free `cached`."""
     text = f"{shown(free)} of {shown(total)} free"
     figures = {"total": total, "free": free, "stays_free": floor}
     if free > floor:
@@ -125,8 +125,8 @@ def _room(
 
 
 def _speed(directory: Path) -> Finding:
-    """Measure writing and reading a file without a name, past the page cache."""
-    piece = random.randbytes(PIECE)  # some disks are fast with zeros
+    """Measure the speed of writing and reading a temporary file, without the page cache."""
+    piece = random.randbytes(PIECE)  # because some disks are fast with zeros
     offsets = range(0, PROBE_BYTES, PIECE)
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -140,7 +140,7 @@ def _speed(directory: Path) -> Finding:
             for offset in offsets:
                 os.pread(file.fileno(), PIECE, offset)
             read = PROBE_BYTES / (time.monotonic() - began)
-    except OSError as error:  # also limits and permissions, which say nothing about the disk
+    except OSError as error:  # may be about limits or permissions, not about the disk
         return skipped("cache speed", f"it can't be measured: {error.strerror}")
     text = f"writes {written / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
     figures = {"write_bytes_per_second": written, "read_bytes_per_second": read}

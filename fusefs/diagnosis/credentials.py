@@ -18,12 +18,12 @@ LONGEST_S = 7 * 86_400
 
 
 def check(settings: S3Settings) -> tuple[Finding, Access | None]:
-    """Return the finding about the credentials, and the access or None. Blocks."""
+    """Return a finding about the credentials, and the access to S3, None without one. Blocks."""
     try:
         access = trio.run(_connect, settings)
     except AttemptError as error:
         text, what_to_do = str(error), "correct this first: every request to S3 needs credentials"
-        if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # their messages have both
+        if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # messages with text and advice
             text, _, what_to_do = text.partition(": ")
         return problem("credentials", text, what_to_do), None
     if access.credentials is None:
@@ -37,7 +37,7 @@ async def _connect(settings: S3Settings) -> Access:
 
 
 def _describe(credentials: Any) -> Finding:
-    """Describe the source, the end of the key's id and the remaining validity."""
+    """Return a finding with the source, the end of the key's id and the remaining validity."""
     key = credentials.get_frozen_credentials()
     method = str(credentials.method)
     text = f"key …{key.access_key[-4:]} from {method}"
@@ -46,7 +46,7 @@ def _describe(credentials: Any) -> Finding:
     if valid_s is not None:
         figures["valid_seconds"] = valid_s
         text += f", valid for {human_duration(valid_s)}"
-        # botocore reads the process's environment again, which has the same keys.
+        # Keys from the environment are not renewed: botocore reads the same variables again.
         if method != "env":
             return ok("credentials", f"{text}, then renewed", **figures)
     if key.token:
@@ -61,9 +61,9 @@ def _describe(credentials: Any) -> Finding:
 
 
 def remaining_s(credentials: Any) -> int | None:
-    """Return for how many seconds renewable credentials are valid; None for all others.
+    """Return the seconds until renewable credentials expire; None for other credentials.
 
-    botocore only tells if they expire within a given time, so this time is searched for.
+    botocore only says if credentials expire within a given time, so a search finds this time.
     """
     needs_refresh = getattr(credentials, "refresh_needed", None)
     if needs_refresh is None or not needs_refresh(LONGEST_S):

@@ -1,7 +1,7 @@
-"""`fusefs doctor`: checks the machine, a mount and its bucket, and returns findings.
+"""The checks of `fusefs doctor`: of the machine, and of a mount and its bucket.
 
-Without a mount or a bucket, it checks the machine, and that each mount of this user answers. No
-check waits for ever: a mount is never touched, requests to daemons and to S3 have time-outs.
+Without a mount or a bucket, the machine and the answers of all mounts of this user are checked. No
+check can hang: no file of a mount is accessed, and requests to daemons and to S3 have time-outs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def check(
     has_bucket: bool = False,
     tries_permissions: bool = False,
 ) -> Iterator[Finding]:
-    """Check the machine, the cache disk, and then `mountpoint`, or the bucket, or all mounts.
+    """Check machine and cache disk; and the mount at `mountpoint`, or the bucket, or all mounts.
 
-    For a mount, `settings` are used only if its own settings are not known. Raises CommandError if
-    `mountpoint` is not a mount of fusefs.
+    For a mount, `settings` are used only if the mount's own settings are not known. Raises
+    CommandError if `mountpoint` is not a mount of fusefs.
     """
     subject = subjects.find(mountpoint) if mountpoint is not None else None
     if subject is not None:
@@ -89,7 +89,7 @@ def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterat
 
     try:
         yield from trio.run(check)
-    except BaseExceptionGroup as group:  # nurseries raise it so
+    except BaseExceptionGroup as group:  # from trio's nurseries
         if group.subgroup(KeyboardInterrupt) is None:
             raise
         raise KeyboardInterrupt from None

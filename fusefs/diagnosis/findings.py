@@ -1,4 +1,4 @@
-"""The result of one check: what was found, how bad it is, and what to do about it."""
+"""Findings, the results of checks: a text, a severity, and advice."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Level(enum.StrEnum):
     """The severity of a finding. Only a problem makes `fusefs doctor` fail."""
 
     OK = "ok"
-    ADVICE = "advice"  # it works, and could work better
+    ADVICE = "advice"  # works, but could work better
     PROBLEM = "problem"
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one check. `advice` says what to do; `figures` are for programs.
+    """The result of one check. `advice` tells the user what to do; `figures` are for programs.
 
     Figures are in bytes, seconds and bytes per second.
     """
@@ -36,7 +36,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_text(self) -> str:
-        """Format the finding as a line, with its advice on a second line."""
+        """Return the finding as one line, with a second line if there is advice."""
         line = f"{self.level:<{_LEVEL_WIDTH}}{self.check:<{_LABEL_WIDTH}}{shown(self.text)}"
         if not self.advice:
             return line
@@ -64,7 +64,7 @@ def has_problem(findings: Iterable[Finding]) -> bool:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """Return the last line of the command: the counts of problems and of pieces of advice."""
+    """Return the command's last line, with the counts of problems and of pieces of advice."""
     levels = [finding.level for finding in findings]
     problems, advices = levels.count(Level.PROBLEM), levels.count(Level.ADVICE)
     if not problems and not advices:

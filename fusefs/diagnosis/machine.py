@@ -1,6 +1,6 @@
 """Checks of the machine: the kernel's features, /dev/fuse, privileges.
 
-They need no mount, no bucket and no network.
+The checks need no mount, no bucket and no network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.launch import preflight
 from fusefs.linux.mount import may_mount
 
-# The first versions with each feature: FUSE_PASSTHROUGH and FUSE_HAS_RESEND
+# The first Linux versions with each feature: FUSE_PASSTHROUGH and FUSE_HAS_RESEND
 # (include/uapi/linux/fuse.h, protocol 7.40), FUSE_NOTIFY_PRUNE (7.45).
 PASSTHROUGH = (6, 9)
 RESEND = (6, 9)
@@ -30,7 +30,7 @@ def check(*, allow_other: bool) -> Iterator[Finding]:
 
 
 def kernel(release: str) -> Finding:
-    """Check the features of a kernel of this release."""
+    """Return a finding about the features of a kernel of this release (`uname -r`)."""
     version = _version(release)
     lacking = [
         name

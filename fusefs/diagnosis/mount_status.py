@@ -1,8 +1,8 @@
-"""Collects the status of mounts: the answers of daemons and keepers, and kernel data.
+"""Collects the status of mounts: the answers of daemons and keepers, and the kernel's data.
 
-`fusefs status`, `fusefs doctor` and `fusefs report` show it; docs/reference/status-json.md has its
-form. No function waits for a mount: requests have a time-out, and everything else is read from
-/proc and /sys.
+`fusefs status`, `fusefs doctor` and `fusefs report` show the status, whose form is in
+docs/reference/status-json.md. No function can hang: requests have a time-out, and everything else
+is read from /proc and /sys.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def all_statuses() -> list[dict[str, Any]]:
     statuses = [_status_of(registration) for registration in registrations]
     known = {registration.mountpoint for registration in registrations}
     mounted = [mount for mount in mountinfo.kernel_mounts() if mount.is_fusefs]
-    # Bind mounts have the device of the mount that they show.
+    # A bind mount has the same device as the registered mount that it shows.
     shown = {mount.device for mount in mounted if str(mount.mountpoint) in known}
     return statuses + [_unregistered(mount) for mount in mounted if mount.device not in shown]
 
 
 def mount_status(mountpoint: Path) -> dict[str, Any]:
-    """Return the status of one mount; CommandError if it is no mount of fusefs."""
+    """Return the status of the mount at `mountpoint`; CommandError if fusefs has none there."""
     registration = registry.registration_of(mountpoint)
     if registration is not None:
         return _status_of(registration)
@@ -63,13 +63,13 @@ def _status_of(registration: registry.Registration) -> dict[str, Any]:
     waiting = _waiting_in_kernel(mountpoint)
     if waiting is not None:
         requests = status.get("requests")
-        known = requests if isinstance(requests, dict) else {}  # another version's differs
+        known = requests if isinstance(requests, dict) else {}  # may differ in another version
         status["requests"] = {**known, "in_kernel": waiting}
     return status
 
 
 def _waiting_in_kernel(mountpoint: Path) -> int | None:
-    """Return the number of unanswered requests (fusectl); None if the kernel does not show it."""
+    """Return the kernel's count of unanswered requests (fusectl); None if it is not readable."""
     mount = mountinfo.find_mount(mountpoint)
     if mount is None:
         return None
@@ -84,7 +84,7 @@ def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
     why = NOT_REGISTERED if is_ours else f"the mount belongs to user {mount.owner}"
     known = {"mountpoint": str(mount.mountpoint), "source": mount.source}
     if not is_ours and os.geteuid() == 0 and mount.owner is not None:
-        try:  # root may ask what is in the user's own directories
+        try:  # root may access the sockets of other users
             socket = registry.socket_of(mount.mountpoint, mount.owner)
             if socket is not None:
                 return control.request(socket, "status", ANSWER_TIMEOUT_S) | known

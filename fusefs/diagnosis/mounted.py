@@ -1,4 +1,4 @@
-"""Checks of an existing mount: the reports of its daemon and keeper, as findings."""
+"""Checks of an existing mount, by the status that its daemon and its keeper report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fusefs.diagnosis.subject import MountSubject
 from fusefs.launch.control import MALFORMED
 from fusefs.settings.display import human_duration, human_size
 
-# An upload that has waited for this long has been retried several times.
+# Uploads that have waited for longer get advice; such an upload was retried several times.
 OLD_UPLOAD_S = 600.0
 
 
 def check(subject: MountSubject) -> Iterator[Finding]:
-    """Make findings of everything that the status of one mount shows."""
+    """Yield findings about everything in the status of one mount."""
     try:
         yield from _check(subject)
     except MALFORMED as error:
@@ -27,7 +27,7 @@ def check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def cached(subject: MountSubject) -> tuple[int, int]:
-    """Return the bytes and the count of a mount's cached files; 0, 0 if its daemon gives none."""
+    """Return the bytes and the count of a mount's cached files; 0, 0 if they are unknown."""
     try:
         cache = subject.status["cache"]
         return int(cache["used_bytes"]), int(cache["files"])
@@ -42,7 +42,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
             "the keeper replaces a silent daemon within --hang-timeout; after that see the log, "
             "and end the mount with fusefs umount --force"
         )
-        if "daemon" not in status:  # ending it would end it for its users elsewhere
+        if "daemon" not in status:  # perhaps another container's, whose users need it
             what_to_do = "run fusefs doctor as the user and in the container that mounted it"
         text = f"{subject.mountpoint} does not answer: {status['not_answering']}"
         yield problem("daemon", text, what_to_do)
@@ -64,7 +64,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def _features(status: dict[str, Any]) -> Iterator[Finding]:
-    """Check the features that the kernel agreed to in INIT."""
+    """Check passthrough and survival, which the kernel may have refused in INIT."""
     passthrough, survival = status.get("passthrough", {}), status.get("survival", {})
     session = f"session {status.get('session', '?')}"
     if passthrough.get("on"):

@@ -1,4 +1,4 @@
-"""Checks of the path to S3: DNS, the connection and TLS, with the engine that a daemon uses.
+"""Checks of the network path to S3: DNS, connection, TLS and clock, with the daemon's own client.
 
 All functions block, and need no credentials.
 """
@@ -27,16 +27,16 @@ from fusefs.store.s3.settings import S3Settings
 
 CONNECT_TIMEOUT_S = 5.0
 SLOW_NAME_S = 0.5
-# S3 refuses requests whose signature has a time this far from its own (RequestTimeTooSkewed).
+# S3 refuses requests whose signing time differs by more from its own (RequestTimeTooSkewed).
 REFUSED_SKEW_S = 900.0
-# The Date header has whole seconds, and the answer took some time.
+# A smaller difference is no finding: the Date header has whole seconds, and answers take time.
 NOTICED_SKEW_S = 30.0
-# The checks after whose failure more requests are useless.
+# The names of the checks after whose failure more requests are useless.
 CONNECTION, TLS = "connection", "TLS"
 
 
 def check(settings: S3Settings) -> Iterator[Finding]:
-    """Make all checks of the path to the bucket of these settings."""
+    """Make all checks of the network path to the bucket of these settings."""
     try:
         access = _unsigned_access(settings)
     except (StoreError, AttemptError) as error:
@@ -47,7 +47,7 @@ def check(settings: S3Settings) -> Iterator[Finding]:
     check, began = TLS if is_tls else CONNECTION, time.time()
     try:
         completion = trio.run(_ask, access)
-    except ValueError as error:  # a host name that no URL can have
+    except ValueError as error:  # the host name is invalid in a URL
         yield _unreachable(check, str(error))
         yield _clock(None, began)
         return
@@ -59,7 +59,7 @@ def check(settings: S3Settings) -> Iterator[Finding]:
 
 
 def _unsigned_access(settings: S3Settings) -> Access:
-    """Return access without signatures, so that the path can be checked without credentials."""
+    """Return an access to S3 without signatures, which needs no credentials."""
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
         return Access(
@@ -73,19 +73,19 @@ def _unsigned_access(settings: S3Settings) -> Access:
         )
     except (StoreError, AttemptError):
         raise
-    except Exception as error:  # botocore has an exception for each mistake in its files
+    except Exception as error:  # botocore raises many kinds for mistakes in its files
         raise StoreError(translate(error).sentence) from error
 
 
 async def _ask(access: Access) -> Completion:
-    """Send a LIST, which every server answers, at least with a refusal."""
+    """Send a LIST and return its completion: every server answers, at least with a refusal."""
     call = Call("LIST", "GET", query={"list-type": 2, "max-keys": 1})
     async with open_engine(1) as engine:
         return await engine.send(access.address.request(call, None))
 
 
 def _name(url: str, proxy: str | None) -> Finding:
-    """Look up the host that connections go to."""
+    """Look up the host that connections go to, S3's or the proxy's; return a finding."""
     address = urlsplit(proxy or url)
     host = address.hostname or ""
     what = f"{host} (the proxy)" if proxy else host
@@ -117,7 +117,7 @@ def _name(url: str, proxy: str | None) -> Finding:
 
 
 def _connection(access: Access, completion: Completion, check: str) -> Finding:
-    """Judge the connection by the answer that came over it. A refusal proves it, too."""
+    """Return a finding about the connection; any answer, even a refusal, proves that it works."""
     if completion.error is not None and not completion.status:
         failure = unreachable.of_engine(completion, access.url, access.address.route.proxy)
         return _unreachable(check, failure.sentence)
@@ -140,9 +140,9 @@ def _unreachable(check: str, why: str) -> Finding:
 
 
 def _clock(date: str | None, middle: float) -> Finding:
-    """Compare S3's clock with this machine's, which showed `middle` halfway through the request."""
+    """Compare S3's `date` with `middle`, this machine's time in the middle of the request."""
     skew_s: float | None = None
-    with suppress(ValueError, TypeError):  # a server may write nonsense
+    with suppress(ValueError, TypeError):  # the header may be malformed
         skew_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - middle
     if skew_s is None:
         return skipped("clock", "S3 did not tell its time")

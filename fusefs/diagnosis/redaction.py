@@ -1,8 +1,8 @@
 """Removes secrets from texts that leave the machine.
 
-Known secrets (from the environment, from key files) are removed everywhere, and so is anything that
-looks like a secret: values after names such as `secret` or `token`, signatures, tokens, passwords
-in URLs, private keys.
+Known secrets (from the environment, from key files) are removed everywhere. So are texts that look
+like secrets: values after names such as `secret` or `token`, signatures, tokens, passwords in URLs,
+private keys.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 REMOVED = "[removed]"
-# Shorter secrets would be found within other words.
+# Known secrets with fewer characters are not removed: they would be found within other words.
 SHORTEST_SECRET = 6
-# After a colon and a blank, as in "credentials: no answer", shorter values are ordinary words.
+# Shorter values after a colon and a blank, as in "credentials: no answer", are ordinary words.
 SHORTEST_WORD = 12
 
-# Bounded, since an unbounded search in a key with many dots would take hours.
+# Repetitions are bounded, since an unbounded search in a key with many dots would take hours.
 _SECRET_NAME = r"""[\w.-]{0,64}(?:secret|token|passw(?:or)?d|passphrase|private[_-]?key|signature|
     credential|authorization|api[_-]?key|security)[\w.-]{0,64}"""
-# name=value, "name": "value", name: value; also as JSON within a JSON string, where backslashes
-# precede the quotes. A line may end within a value.
+# Matches name=value, "name": "value" and name: value; also in JSON within a JSON string, where
+# backslashes precede the quotes. A line may end within a value.
 _NAMED = re.compile(
     rf"""(?ix)(["']?\b{_SECRET_NAME}(?:\\*["'])?\s*[=:]\s*)
     (?:(?:Bearer|Basic)\s+)?
@@ -38,9 +38,9 @@ _PATTERNS = (
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # JSON Web Tokens (RFC 7519)
     re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}"),
 )
-# Up to the last @, because a password that was written by hand may contain one.
+# Matches up to the last @, because a password that was typed by hand may contain an @.
 _PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s]*(?=@)")
-# AWS's key ids (AKIA…, ASIA…) are not secret, but name an account.
+# AWS's key ids (AKIA…, ASIA…) are not secret, but identify an account.
 _KEY_ID = re.compile(r"\b(A[KS]IA)[A-Z0-9]{12}([A-Z0-9]{4})\b")
 # Harmless values of settings whose names look like those of secrets.
 _HARMLESS = re.compile(r"(?i)true|false|null|none|on|off|auto|\d+(?:\.\d+)?")
@@ -48,7 +48,7 @@ _QUOTE = re.compile(r"""\\*["']""")
 
 
 class Secrets:
-    """Removes secrets from text; the `known` secrets are recognised everywhere."""
+    """A remover of secrets from texts; `known` secrets are recognised everywhere."""
 
     def __init__(self, known: Iterable[str]) -> None:
         forms: set[str] = set()
@@ -69,7 +69,7 @@ class Secrets:
         return _NAMED.sub(_without_value, text)
 
     def remove_plain(self, value: Any, *, is_secret: bool = False) -> Any:
-        """Return a JSON value without secrets; values under a secret's name are removed, too."""
+        """Return a JSON value without secrets, also without values under a secret's name."""
         if isinstance(value, Mapping):
             return {
                 self.remove(str(name)): self.remove_plain(
@@ -101,7 +101,7 @@ def _is_name_of_secret(name: str) -> bool:
 
 
 def known_secrets(environment: Mapping[str, str], files: Iterable[str]) -> list[str]:
-    """Collect the secrets of an environment, and of the texts of AWS configuration files."""
+    """Return the secrets in an environment, and in the texts of AWS configuration files."""
     found = []
     for name, value in environment.items():
         if _is_name_of_secret(name) and not os.path.exists(value):

@@ -1,8 +1,7 @@
 """`fusefs report`: writes an archive for a bug report, without secrets.
 
 The archive (tar.gz, readable only by its owner) has versions, and a directory for each mount with
-its settings, its status and the end of its log. Files that can't be read are
-named in the archive and do not fail the report.
+its settings, its status and the end of its log. If a log can't be read, the archive has the error.
 
 Every text passes through `redaction` on its way into the archive.
 """
@@ -29,20 +28,20 @@ from fusefs.launch import log_location
 from fusefs.launch.users import aws_files
 from fusefs.settings.mount import MountSettings
 
-# Length of the end of each log: some 40,000 lines.
+# The number of bytes from the end of each log: some 40,000 lines.
 LOG_BYTES = 4 << 20
 
 
 def write(path: Path, mountpoint: Path | None) -> None:
-    """Write the report about a mount, or all of this user, to `path`, which must not exist. Blocks.
+    """Write a report about a mount, or (None) about all mounts of this user. Blocks.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: the file at `path` exists, or can't be written.
         CommandError: `mountpoint` is not a mount of fusefs.
     """
     subjects = subject.find_all() if mountpoint is None else [subject.find(mountpoint)]
     known = Secrets(_secrets_of(subjects))
-    top = path.name.lstrip(".").partition(".")[0]  # works for a hidden file, too
+    top = path.name.lstrip(".").partition(".")[0]  # also for a hidden file
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
@@ -50,13 +49,13 @@ def write(path: Path, mountpoint: Path | None) -> None:
                 _add(tar, f"{top}/{name}", known, content)
     except BaseException as error:
         path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # an error of the archive itself
+        if isinstance(error, OSError) and error.filename is None:  # from writing the archive
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
 def _add(tar: tarfile.TarFile, name: str, known: Secrets, content: Any) -> None:
-    """Add a text, or another value as JSON, without its secrets."""
+    """Add a file to the archive: a text, or another value as JSON, without its secrets."""
     if isinstance(content, str):
         text = known.remove(content)
     else:

@@ -1,6 +1,6 @@
-"""Sentences about programs' waits, and hints about how to reduce them.
+"""Sentences about programs' waits, and hints about how to reduce the waits.
 
-A share is the part of a time span in which at least one request waited for the cause. Simultaneous
+A share is the part of a time span in which at least one request waited for a cause. Simultaneous
 waits for several causes all count, so the shares may add up to over 100%.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 
 Shares = Mapping[str, float]
 
-# A wait below the first share of the time is not mentioned, below the second it gets no hint.
+# The least shares of the time for a wait to be mentioned, and to get a hint.
 LEAST_SHARE = 0.005
 LEAST_FOR_HINT = 0.05
 # The maximum number of causes that a sentence names.
 MOST_CAUSES = 3
 
-# By cause: the end of a sentence about the wait, and a hint.
+# The end of a sentence about the wait and a hint, by cause.
 _CAUSES = {
     "connection": (
         "for a free connection",
@@ -63,14 +63,14 @@ _SPANS = {"10": "the last 10 s", "60": "the last minute", "300": "the last 5 min
 
 
 def sentences(stalls: Mapping[str, Any]) -> Iterable[str]:
-    """Yield a sentence for each of the last time spans in which programs waited."""
+    """Yield a sentence for each time span with waits; without any, one sentence that says so."""
     found = [sentence(stalls["shares"].get(key, {}), span) for key, span in _SPANS.items()]
     waited = [one for one in found if one is not None]
     yield from waited or ["programs waited for nothing in the last 5 minutes"]
 
 
 def sentence(shares: Shares, span: str) -> str | None:
-    """Describe which share of a time span programs waited, and for what; None if they did not."""
+    """Return a sentence about waits in a time span, with shares and causes; None without waits."""
     if shares.get("any", 0.0) < LEAST_SHARE:
         return None
     parts = [f"{shares[cause]:.0%} {_CAUSES[cause][0]}" for cause in _causes(shares)]
@@ -80,16 +80,16 @@ def sentence(shares: Shares, span: str) -> str | None:
 
 
 def hint(stalls: Mapping[str, Any], *, has_room: bool = True) -> str | None:
-    """Suggest a change against the main cause of waits, in the shortest span with one, or None.
+    """Return advice about the main cause of waits in the shortest span with long waits, or None.
 
-    Without `has_room` in the cache, it does not suggest to fetch data ahead.
+    Without `has_room` in the cache, the advice is not to fetch data ahead.
     """
     hints = (advice(stalls["shares"].get(key, {}), has_room=has_room) for key in _SPANS)
     return next((one for one in hints if one is not None), None)
 
 
 def advice(shares: Shares, *, has_room: bool = True) -> str | None:
-    """Return a hint about the cause of most waits; None if these are too short."""
+    """Return advice about the main cause of waits; None if the waits are short."""
     causes = _causes(shares)
     if not causes or shares[causes[0]] < LEAST_FOR_HINT:
         return None
@@ -98,6 +98,6 @@ def advice(shares: Shares, *, has_room: bool = True) -> str | None:
 
 
 def _causes(shares: Shares) -> list[str]:
-    """List the known causes that are worth mentioning, the largest share first."""
+    """Return the known causes to mention, the largest share first."""
     known = [cause for cause in _CAUSES if shares.get(cause, 0.0) >= LEAST_SHARE]
     return sorted(known, key=lambda cause: -shares[cause])[:MOST_CAUSES]

@@ -1,8 +1,8 @@
-"""The subject of `fusefs doctor` and `fusefs report`: a mount, a bucket, or the machine alone.
+"""The mounts that `fusefs doctor` and `fusefs report` describe.
 
-A mount's keeper gives its settings, and the AWS configuration files that the daemon was given; the
-daemon's environment is read from the keeper's process, if this user may. So a check sends its
-requests as the daemon would, and not as the shell would in which the command runs.
+A mount's keeper gives the mount's settings, and the contents of the daemon's AWS configuration
+files; the daemon's environment is read from the keeper's process, if this user may. So the checks
+send requests as the daemon does, not with the settings of the command's shell.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusefs.settings.mount import MountSettings, SettingsError
 from fusefs.settings.types import MountSource
 
 ANSWER_TIMEOUT_S = 2.0
-# Names of variables that affect connections and credentials.
+# The variables that affect connections and credentials, in three kinds.
 _PREFIXES = ("AWS_",)
 _NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE")
 _FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HOME")
@@ -31,11 +31,11 @@ _FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HOME")
 
 @dataclass(slots=True)
 class MountSubject:
-    """One mount, as its processes describe it; `status` is that of `fusefs status --json`.
+    """One mount, as its processes describe it; `status` is as in `fusefs status --json`.
 
     `settings` is None if no keeper gives them. `files` has the contents of AWS configuration files
-    by their variables; `environment` has those of the daemon's variables that affect requests
-    (None: not readable). Both may contain secrets.
+    by their variables; `environment` has the daemon's variables that affect requests (None: not
+    readable). Both may contain secrets.
     """
 
     mountpoint: Path
@@ -46,7 +46,7 @@ class MountSubject:
 
 
 def find(mountpoint: Path) -> MountSubject:
-    """Collect the reports of a mount's processes. Waits a few seconds at most for each process.
+    """Return a mount as its processes describe it; wait a few seconds at most for each process.
 
     Raises CommandError if `mountpoint` is not a mount of fusefs.
     """
@@ -65,7 +65,7 @@ def find(mountpoint: Path) -> MountSubject:
 
 
 def find_all() -> list[MountSubject]:
-    """Return all mounts of this user, without those that end meanwhile."""
+    """Return all mounts of this user as their processes describe them, except ended mounts."""
     found = []
     for registration in registry.all_mounts():
         with contextlib.suppress(CommandError):
@@ -74,7 +74,7 @@ def find_all() -> list[MountSubject]:
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """Return those variables of a process that affect requests; None if they are not readable."""
+    """Return a process's variables that affect requests; None if they are not readable."""
     try:
         content = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -94,7 +94,7 @@ def is_about_requests(name: str) -> bool:
 
 @contextlib.contextmanager
 def as_daemon(subject: MountSubject) -> Iterator[None]:
-    """Give this process the environment of the mount's daemon, until the block ends."""
+    """Give this process, during the block, the daemon's variables that affect requests."""
     before, fds = dict(os.environ), []
     try:
         if subject.environment is not None:
@@ -102,7 +102,7 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
                 del os.environ[name]
             os.environ.update(subject.environment)
         for variable, content in subject.files.items():
-            fd = os.memfd_create(variable)  # in memory only: it holds secrets
+            fd = os.memfd_create(variable)  # in memory, as it has secrets
             fds.append(fd)
             os.write(fd, content.encode())
             os.environ[variable] = f"/proc/self/fd/{fd}"
@@ -115,6 +115,6 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
 
 
 def source_of(subject: MountSubject) -> MountSource:
-    """Return the source of a mount whose settings are not known."""
+    """Return a mount's source from its status, for a mount without known settings."""
     bucket, _, prefix = str(subject.status["source"]).removeprefix("s3://").partition("/")
     return MountSource(bucket, prefix)

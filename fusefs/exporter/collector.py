@@ -1,14 +1,14 @@
 """A collector for prometheus_client, which requests all mounts' metrics at each scrape.
 
-The daemons give the values (telemetry/metrics.py describes them). This module adds
-the label `volume`, and two metrics of its own:
+The daemons give the metrics that telemetry/metrics.py describes. This module adds the
+label `volume`, and two metrics of its own:
 
     fusefs_volume_up{volume}                        1 if the mount answered, else 0
     fusefs_volume_pod_info{volume, namespace, pod}  1 for each pod that uses it
 
-Metrics with unknown names, from daemons of another version, are passed on as they
-are. A malformed answer counts as no answer, and does not affect the other mounts.
-There is no state between scrapes, so any number of scrapes may run at once.
+Metrics with unknown names, from daemons of another version, are passed on unchanged. A
+malformed answer counts as no answer, and does not affect the other mounts. Scrapes
+share no state, so any number of scrapes may run at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fusefs.telemetry.metrics import METRICS
 logger = logging.getLogger(__name__)
 
 PREFIX = "fusefs_"
-# The default address: on machines with IPv6, an IPv6 socket accepts IPv4 as well.
+# The address for all addresses: on machines with IPv6, an IPv6 socket accepts IPv4 as well.
 EVERY_ADDRESS = "::"
 VOLUME = "volume"
 # The names of the exporter's own metrics.
 _OWN = ("volume_up", "volume_pod_info")
-# The limit for one mount; a daemon has some hundreds.
+# The maximum number of samples of one mount; a daemon has some hundreds.
 MOST_SAMPLES = 20_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FAMILIES: dict[str, Callable[..., Any]] = {
@@ -72,7 +72,7 @@ class MountCollector:
         self._ask = query
 
     def describe(self) -> list[Metric]:
-        """Return no metrics: registering a collector is not to request metrics from mounts."""
+        """Return no metrics, so that registering the collector requests none from mounts."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -103,7 +103,7 @@ def registry_of(*collectors: Any) -> CollectorRegistry:
 
 
 def serve(host: str, port: int, registry: CollectorRegistry) -> Callable[[], None]:
-    """Start to serve the metrics over HTTP; return a function that ends it.
+    """Start to serve the metrics over HTTP; return a function that ends the server.
 
     Each scrape has a thread of its own. Port 0 stands for any free port. Raises OSError if the
     address can't be used.
@@ -113,7 +113,7 @@ def serve(host: str, port: int, registry: CollectorRegistry) -> Callable[[], Non
     except OSError:
         if host:
             raise
-        # This machine has no IPv6.
+        # Without IPv6 on this machine only IPv4 is served.
         server, thread = start_http_server(port, "0.0.0.0", registry)
 
     def end() -> None:
@@ -134,7 +134,7 @@ def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
                 families[name] = _FAMILIES[metric.kind](
                     f"{PREFIX}{name.removesuffix('_total')}", metric.help
                 )
-            # Daemons of two versions may have different types under one name.
+            # Daemons of two versions may have one name for metrics of different types.
             if kinds[name] == metric.kind:
                 for full, labels, value in metric.samples:
                     families[name].add_sample(full, labels, value)
@@ -142,7 +142,7 @@ def _families(mounts: Iterable[_MetricsOfMount]) -> Iterator[Metric]:
 
 
 def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
-    """Parse an answer; the metrics are None if the mount has not answered or they are malformed."""
+    """Return an answer's target and metrics; None for missing or malformed metrics."""
     target = answer.target
     if answer.metrics is None:
         return target, None
@@ -154,7 +154,7 @@ def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
 
 
 def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
-    """Parse the metrics of one mount's answer; raises MALFORMED if it has another form."""
+    """Parse the metrics in one mount's answer; raise one of MALFORMED for another form."""
     metrics: _MetricsOfMount = {}
     remaining = MOST_SAMPLES
     for name, metric in answer.items():
@@ -162,7 +162,7 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
         if kind not in _FAMILIES or name.removesuffix("_total") in _OWN:
             continue
         known = METRICS.get(name)
-        if known is not None and known.type != kind:  # another version uses the name differently
+        if known is not None and known.type != kind:  # differs in another version
             continue
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a metric")
@@ -177,13 +177,13 @@ def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
 
 
 def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
-    """Add the label `volume` to a sample's labels, replacing one that the mount has given."""
-    # Prometheus' own labels begin with "__": `__name__` would make a sample that of another metric.
+    """Return a sample's labels with `volume`, in place of such a label from the mount."""
+    # Prometheus' own labels begin with "__": with `__name__` a sample would be another metric's.
     if any(not _NAME.fullmatch(name) or name.startswith("__") for name in labels):
         raise ValueError(f"{labels} has other things than names of labels")
     return {name: _text(value) for name, value in {**labels, VOLUME: volume}.items()}
 
 
 def _text(value: str) -> str:
-    """Make a label's value valid UTF-8, by escaping the other bytes that a mountpoint may have."""
+    """Return a label's value with bytes escaped that are not UTF-8, as mountpoints may have."""
     return value.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -53,7 +53,7 @@ def run(listen: tuple[str, int] | None, textfile: str | None) -> int:
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    # Python runs signal handlers only in this thread, which therefore must wake up.
+    # Python runs signal handlers only in this thread, which therefore must wake up regularly.
     while not ending.wait(1.0):
         pass
     end()

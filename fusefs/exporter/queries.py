@@ -18,9 +18,9 @@ from fusefs.launch import control, registry
 from fusefs.launch.control import MALFORMED as MALFORMED
 from fusefs.launch.control import ControlError, NotAnsweringError
 
-# Prometheus waits for 10 s by default. A daemon answers within milliseconds.
+# The time-out of a request: Prometheus waits for 10 s; a daemon answers within milliseconds.
 TIMEOUT_S = 2.0
-# A node of Kubernetes has 100 mounts by default.
+# The number of concurrent requests: a node of Kubernetes has at most 100 mounts by default.
 AT_ONCE = 128
 
 
@@ -38,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class MountAnswer:
-    """The answer of a mount; if it did not answer, `metrics` is None and `why` is the reason.
+    """The result of a request: the `metrics`, None without an answer; then `why` is the reason.
 
     If the daemon answered without metrics, they are empty and `why` is the reason.
     """
@@ -50,21 +50,21 @@ class MountAnswer:
 
 
 def target_at(mountpoint: Path, volume: str, pods: Iterable[tuple[str, str]] = ()) -> Target:
-    """The target for a mountpoint, whether mounted or not, with the label `volume`."""
-    # Only the mountpoint decides where the socket is.
+    """Return the target for a mountpoint, mounted or not, with the label `volume`."""
+    # The socket's path depends only on the mountpoint.
     registration = registry.Registration(str(mountpoint), "", 0, 0)
     return Target(volume, registration.socket, tuple(pods))
 
 
 def mounts_of_user() -> list[Target]:
-    """The targets for all registered mounts of this user; mountpoints are their labels."""
+    """Return the targets for all registered mounts of this user, labelled by mountpoints."""
     return [Target(found.mountpoint, found.socket) for found in registry.all_mounts()]
 
 
 def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[MountAnswer]:
-    """Request all metrics; return the answers in the order of `targets`.
+    """Request the metrics of all targets; return the answers in the order of `targets`.
 
-    Blocks for little more than `timeout_s`. Safe to call from several threads.
+    Blocks for little more than `timeout_s`. Thread-safe.
     """
     in_turn_until = time.monotonic() + timeout_s
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -72,7 +72,7 @@ def query_all(targets: Iterable[Target], timeout_s: float = TIMEOUT_S) -> list[M
         def begin(target: Target) -> Callable[[], MountAnswer]:
             try:
                 return pool.submit(_ask, target, timeout_s).result
-            except RuntimeError:  # the control group or the user has too many threads
+            except RuntimeError:  # the limit of threads is reached
                 answer = _ask(target, max(0.0, in_turn_until - time.monotonic()))
                 return lambda: answer
 
@@ -86,14 +86,14 @@ def _ask(target: Target, timeout_s: float) -> MountAnswer:
     except NotAnsweringError as error:
         return MountAnswer(target, why=str(error))
     except (ControlError, LookupError, TypeError) as error:
-        # A daemon of a version without metrics; it has answered, so the mount is up.
+        # Empty metrics, not None: a daemon of a version without metrics has answered.
         return MountAnswer(target, {}, str(error))
 
 
 def samples_of(
     name: str, metric: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], float]]:
-    """Yield Prometheus samples of a metric; a histogram gives its buckets, its sum and its count.
+    """Yield a metric's samples as (name, labels, value); a histogram has buckets, sum and count.
 
     Raises:
         MALFORMED: the metric has another form.

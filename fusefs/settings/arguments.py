@@ -1,4 +1,4 @@
-"""The argument parser of `fusefs` and `fusefs-csi`: errors in one line, options by full names."""
+"""The argument parser of `fusefs` and `fusefs-csi`: one-line errors, no abbreviated options."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \((?:choose from|maybe you mean
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviated options, because a new option could make them ambiguous."""
+    """A parser that accepts no abbreviated options: a new option could make them ambiguous."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
-    # Overloaded in typeshed; only this form is used.
+    # typeshed has overloads, of which only this form is used.
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does, but let the subcommand itself report an unknown option."""
+        """Parse as argparse does; end with an error of this subcommand for an unknown option."""
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if word.startswith("-") and word != "-":
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A suggestion to append to an error message; "" if no known word is similar."""
+    """Return a suggestion for the end of an error message; "" if no known word is similar."""
     import difflib  # only needed after mistakes
 
     names = [name for name in known if name.startswith("--") == word.startswith("--")]

@@ -1,4 +1,4 @@
-"""Text for people: sizes and times with three or four digits, and foreign text on one line."""
+"""Text for people: sizes, times and counts in short forms, and foreign text on one line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 
 
 def shown(text: str) -> str:
-    """Escape the control characters in `text`, which may be an object's key."""
+    """Return `text`, such as an object's key, with its control characters escaped."""
     return text if text.isprintable() else text.translate(_CONTROLS)
 
 
 def human_size(size: float) -> str:
-    """Show `size` bytes in three or four digits, with a binary unit."""
+    """Return `size` bytes as text of three or four digits with a binary unit."""
     if size < 1024:
         return f"{size:.0f} B"
     exponent = 1
@@ -26,7 +26,7 @@ def human_size(size: float) -> str:
 
 
 def human_duration(seconds: float | None) -> str:
-    """Show a time span in its two largest units; None and infinity are `indefinite`."""
+    """Return a time span as text in its two largest units; `indefinite` for None and infinity."""
     if seconds is None or seconds == float("inf"):
         return "indefinite"
     if seconds < 60:
@@ -41,5 +41,5 @@ def human_duration(seconds: float | None) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """Show a number of things: `1 file`, `1,200 files`."""
+    """Return a number of things as text, such as `1 file` or `1,200 files`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

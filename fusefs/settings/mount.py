@@ -1,16 +1,16 @@
 """The declarations of a mount's settings: name, type, default, help and group of each.
 
 A setting is a field of `MountSettings`, declared by `option`: its type (`SettingType`)
-converts it from and to text, its help is the text of `--help`. Every source gives
-texts by field name: flags (`--cache-size`), the environment (`FUSEFS_CACHE_SIZE`), a
-TOML file (`cache-size = "50GiB"`) and the texts that the command sends to the daemon.
+converts it from and to text, its help is the text of `--help`. Settings have four sources,
+which all give texts by field name: flags (`--cache-size`), the environment
+(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the input of the daemon.
 So each type has one parser, and each default one place.
 
 A `Layer` maps field names to `RawValue` texts. `build` merges layers; the first layer
-wins. For a text that cannot be read it raises `SettingsError`, whose message names
+wins. For a text that cannot be read `build` raises `SettingsError`, whose message names
 the origin of the text.
 
-No secret is a setting: credentials come from botocore's own chain.
+No setting is a secret: botocore finds the credentials.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SettingsError(ValueError):
 
 
 def default_cache_dir() -> Path:
-    """The default cache directory: the system's for root, the user's own for others."""
+    """Return the default cache directory: the system's for root, else the user's own."""
     if os.geteuid() == 0:
         return Path("/var/cache/fusefs")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -331,7 +331,7 @@ class MountSettings:
         return MountRequest(source, self.mountpoint, self.allow_other, self.read_only, self.noexec)
 
     def as_texts(self) -> dict[str, str]:
-        """The texts of the settings that have a value, by field name, as in a `Layer`."""
+        """Return the settings that are not None as texts, by field name."""
         return {
             name: type.show(value)
             for name, type in _TYPES.items()
@@ -340,7 +340,7 @@ class MountSettings:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> MountSettings:
-        """Build settings from `as_texts`' result; unknown names, of another version, are ignored.
+        """Build settings from texts of `as_texts`, perhaps another version's; ignore unknown names.
 
         Raises:
             SettingsError: `texts` is no mapping, or as in `build`.
@@ -352,7 +352,7 @@ class MountSettings:
         return build({name: RawValue(str(text), name) for name, text in known.items()})
 
     def changed(self, changes: Layer) -> MountSettings:
-        """A copy of these settings with the values of `changes`; raises as `build`."""
+        """Return a copy of these settings with the values of `changes`; raises as `build`."""
         return build(
             changes, {name: RawValue(text, name) for name, text in self.as_texts().items()}
         )
@@ -378,12 +378,12 @@ _REQUIRED = frozenset(
 )
 
 
-# Settings that can't change while mounted: mount, keeper or state on the disk depend on them.
+# The settings that can't change while mounted: mount, keeper or state on the disk depend on them.
 FIXED = frozenset(
     (
         "source",
         "mountpoint",
-        "customer_key",  # part of the identity to which the cache belongs
+        "customer_key",  # the cache belongs to an identity, of which the key is a part
         "cache_dir",
         "shared_cache",
         "session",
@@ -415,7 +415,7 @@ Layer = Mapping[str, RawValue]
 
 
 def build(*layers: Layer) -> MountSettings:
-    """Merge all layers into settings; the first layer wins.
+    """Build settings from all layers; of several texts for a setting, the first layer's wins.
 
     Raises:
         SettingsError: a text cannot be read, a required setting is missing, or two
@@ -476,7 +476,7 @@ def _refuse_cluster_cache(settings: MountSettings, layer: Layer) -> None:
 
 
 def _is_same_place(place: MountSource, settings: MountSettings) -> bool:
-    """True if a cluster cache and the mounted part of a bucket have keys in common."""
+    """True if the cluster cache at `place` and the mount's source have keys in common."""
     prefixes = place.prefix, settings.source.prefix
     return (
         place.bucket == settings.source.bucket

@@ -1,8 +1,8 @@
-"""Patterns of paths, like the shell's: for `fusefs warm`, pins and rules by path.
+"""Patterns of paths, like the shell's: for `fusefs warm`, pins and settings by path.
 
-Rules by path are values and VALUE:PATTERN pairs with commas between them, such as
-`bucket,local:runs/**`. The last pattern that matches decides; the value without a pattern
-is for all other paths. Patterns of rules are relative to the root of the mount.
+A setting by path is a list of rules with commas, such as `bucket,local:runs/**`: a rule
+is VALUE:PATTERN, or a value for all other paths. The last rule whose pattern matches
+decides. Patterns of rules are relative to the root of the mount.
 
 `*`, `?` and `[…]` match within a name, `**` matches any number of directories. A pattern
 that matches a directory matches all paths below it. With `hides`, as in a shell, none of
@@ -34,7 +34,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def compiled(part: str, *, hides: bool = True) -> re.Pattern[str] | None:
-    """Compile one part of a pattern, between slashes; None stands for `**`."""
+    """Return the regular expression for a pattern's part between slashes; None for `**`."""
     if part == "**":
         return None
     hidden = "" if part.startswith(".") or not hides else r"(?!\.)"
@@ -44,7 +44,7 @@ def compiled(part: str, *, hides: bool = True) -> re.Pattern[str] | None:
 def matched(
     path: Sequence[str], patterns: Sequence[re.Pattern[str] | None], *, hides: bool = True
 ) -> int:
-    """The number of leading names of a path that match all patterns; 0 for no match."""
+    """Return how many leading names of a path match all `patterns`; 0 without a match."""
 
     def with_skipped(states: set[int]) -> set[int]:
         # `**` may stand for no name at all.
@@ -54,7 +54,7 @@ def matched(
                 states.add(state)
         return states
 
-    # The indexes of the patterns that may match the next name.
+    # The indexes of the patterns that the next name may match.
     states = with_skipped({0})
     for count, name in enumerate(path, 1):
         following = set()
@@ -79,7 +79,7 @@ class PathRules(Generic[Value]):
     rules: tuple[tuple[Value, str], ...] = ()
 
     def of(self, path: str) -> Value:
-        """The value for a path that is relative to the root of the mount."""
+        """Return the value for a path, which is relative to the root of the mount."""
         return _of(self, path) if self.rules else self.otherwise
 
     @property
@@ -88,12 +88,12 @@ class PathRules(Generic[Value]):
         return self.otherwise, *(value for value, _ in self.rules)
 
     def shown(self, show: Callable[[Value], str] = str) -> str:
-        """The rules as text, which `parse_rules` reads."""
+        """Return the rules as text, which `parse_rules` reads."""
         rules = (f"{show(value)}:{pattern}" for value, pattern in self.rules)
         return ",".join([show(self.otherwise), *rules])
 
 
-# Cached, because each write to a large file calls this.
+# Results are cached, because each write to a large file calls this.
 @lru_cache(maxsize=1024)
 def _of(rules: PathRules[Any], path: str) -> Any:
     names = path.split("/")
@@ -105,7 +105,7 @@ def _of(rules: PathRules[Any], path: str) -> Any:
 
 
 def parse_rules(text: str, read: Callable[[str], Value], default: Value) -> PathRules[Value]:
-    """Parse rules such as `bucket,local:runs/**`; `read` parses each value.
+    """Parse rules such as `bucket,local:runs/**`, whose values `read` parses.
 
     Raises:
         ValueError: the text has another form.

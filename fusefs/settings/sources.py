@@ -19,14 +19,14 @@ from fusefs.settings.types import SWITCH, Setting, plain_number
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
 DEFAULT_CONFIG = Path("/etc/fusefs/config.toml")
 _PREFIX = "FUSEFS_"
-# Similarity of names, with their common prefix: one or two letters may differ.
+# The similarity of names, with their prefix, for a warning: one or two letters may differ.
 _NEAR = 0.9
-# Variables with the prefix that are no settings.
+# Variables with the prefix that are not settings.
 _OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY")
 
 
 def split_options(text: str) -> list[str]:
-    """Split the options of one `-o` at commas, but not at those within a value that is a list."""
+    """Split the options of one `-o` at commas, except commas within values of settings."""
     further = {setting.name: setting.type.further for setting in SETTINGS}
     options: list[str] = []
     for part in text.split(","):
@@ -40,7 +40,7 @@ def split_options(text: str) -> list[str]:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Read settings from environment variables; an empty variable counts as unset."""
+    """Return the settings in environment variables; an empty variable counts as unset."""
     return {
         setting.name: RawValue(environment[setting.variable], setting.variable)
         for setting in SETTINGS
@@ -49,7 +49,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each unknown variable whose name is similar to a setting's."""
+    """Yield a warning for each unknown variable with a name like that of a setting."""
     variables = [setting.variable for setting in SETTINGS]
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in variables and name not in _OTHERS:
@@ -60,10 +60,9 @@ def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str = "") -> Layer:
-    """Read the TOML file that an option (`given`) or the environment names, or DEFAULT_CONFIG.
+    """Return the settings in the file that `given` (an option) or the environment names.
 
-    Raises:
-        SettingsError: as `from_config`; DEFAULT_CONFIG may be missing.
+    Without a name, DEFAULT_CONFIG is read if it exists. Raises as `from_config`.
     """
     named = given or environment.get(CONFIG_VARIABLE)
     if not named and not os.access(DEFAULT_CONFIG, os.R_OK):
@@ -72,7 +71,7 @@ def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str
 
 
 def from_config(path: Path, mountpoint: str = "") -> Layer:
-    """Read a TOML file; its table for `mountpoint`, if any, overrides the top-level settings.
+    """Return a TOML file's settings; a table for `mountpoint` overrides top-level settings.
 
     Raises:
         SettingsError: the file cannot be read, is not TOML or has an unknown key.
@@ -81,7 +80,7 @@ def from_config(path: Path, mountpoint: str = "") -> Layer:
         content = tomllib.loads(path.read_text("utf-8"))  # in any locale
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # also raised for an integer with thousands of digits
+    except ValueError as error:  # also for an integer with thousands of digits
         raise SettingsError(f"{path}: is not TOML: {error}") from error
     by_key = {setting.key: setting for setting in SETTINGS}
     layer = {}
@@ -89,7 +88,7 @@ def from_config(path: Path, mountpoint: str = "") -> Layer:
     own = tables.get(mountpoint, {})
     if not isinstance(own, dict):
         raise SettingsError(f"{path}: {mountpoint}: write a table, [{json.dumps(mountpoint)}]")
-    # `fusefs status --settings` also prints `source`, which the command line gives.
+    # The output of `fusefs status --settings` has `source`, which the command line gives.
     wanted = {key: value for key, value in (content | own).items() if key != "source"}
     for key, value in wanted.items():
         if key in tables:
@@ -112,7 +111,7 @@ def _toml_text(setting: Setting, value: object, origin: str) -> str:
         case int() | float() if setting.type.takes_numbers and not isinstance(value, bool):
             try:
                 return plain_number(value)
-            except ValueError as error:  # a number, given in base 16, has thousands of digits
+            except ValueError as error:  # from thousands of digits in base 16
                 raise SettingsError(f"{origin}: {error}") from None
     wanted = "true or false" if setting.is_switch else "text in quotes"
     raise SettingsError(f"{origin}: {value!r} has the wrong type; write {wanted}")

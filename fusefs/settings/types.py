@@ -4,9 +4,9 @@ A `SettingType` has two functions, text to value and value to text, and the plac
 for `--help`. `read` raises ValueError with a sentence that describes the mistake and the
 right form; mount.py puts the origin of the text in front.
 
-Binary units of sizes are `KiB` to `PiB` (or Kubernetes' `Ki` to `Pi`), decimal ones
-`kB` to `PB`. A bare `K` or `G` is refused, because some tools mean 1000 by it and others
-1024. The text of every value is read back as the same value.
+Binary units of sizes are `KiB` to `PiB` (or Kubernetes' `Ki` to `Pi`), decimal units `kB`
+to `PB`. A bare `K` or `G` is refused, because some tools mean 1000 by it and others 1024.
+The text that `show` returns is read back as the same value.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
 N = TypeVar("N", int, float)
 
-# The longest time for which a listing is used. Reading unchanging data costs one LIST a minute for
-# each 1,000 objects: a longer time would save little, and delay readers of replaced files.
+# The default time for which a listing is used. Reading unchanging data costs one LIST a minute for
+# each 1,000 objects: a longer time would save little, and show replaced files later.
 METADATA_TTL_S = 60.0
 
-# poll(2) waits at most 2^31 milliseconds, about 24 days.
+# The longest duration: poll(2) waits at most 2^31 milliseconds, about 24 days.
 LONGEST_DAYS = 10
 
 
@@ -40,7 +40,7 @@ LONGEST_DAYS = 10
 
 KIB, MIB, GIB, TIB, PIB = (1024**power for power in range(1, 6))
 
-# Kubernetes writes a quantity of 1024**3 bytes as Gi.
+# Both GiB and Gi, as Kubernetes writes it.
 _BINARY = {
     unit: 1024**power
     for power, letter in enumerate("KMGTP", start=1)
@@ -51,14 +51,14 @@ _SIZE_UNITS = {"": 1, "B": 1, "kB": 1000} | _DECIMAL | _BINARY
 _AMBIGUOUS = frozenset("KMGTP")
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-# Offsets in files and SQLite's integers are smaller.
+# Sizes are smaller, as are offsets in files and SQLite's integers.
 _TOO_LARGE = 2**63
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Read `50GiB`, `1.5TB` or `4096` as bytes."""
+    """Return the bytes of a text such as `50GiB`, `1.5TB` or `4096`; ValueError if invalid."""
     match = _NUMBER_AND_UNIT.fullmatch(text.strip())
     if match is not None and match[2].upper() in _AMBIGUOUS:
         number, letter = match[1], match[2][0].upper()
@@ -76,7 +76,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Show `size` as a whole number of the largest possible binary unit."""
+    """Return `size` as text: a whole number of the largest possible binary unit."""
     for unit, factor in (("PiB", PIB), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -84,7 +84,7 @@ def format_size(size: int) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Read `60s`, `500ms`, `5m`, `2h` or a number of seconds."""
+    """Return the seconds of a text such as `60s`, `500ms`, `2h` or `60`; ValueError if invalid."""
     match = _NUMBER_AND_UNIT.fullmatch(text.strip())
     if match is None or match[2] not in _DURATION_UNITS:
         raise ValueError(f"{text!r} is not a duration; write it like 60s, 500ms, 5m or 2h")
@@ -96,7 +96,7 @@ def format_duration(seconds: float) -> str:
 
 
 def plain_number(number: float) -> str:
-    """Show `number` with all its digits and without an exponent."""
+    """Return `number` as text with all its digits and without an exponent."""
     text = format(Decimal(repr(number)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -126,7 +126,7 @@ class MinFree:
     size: int = 0
 
     def bytes_of(self, total: int) -> int:
-        """The bytes to leave free on a disk of `total` bytes."""
+        """Return the bytes to leave free on a disk of `total` bytes."""
         if self.percent is None:
             return min(self.size, total)
         return int(total * self.percent / 100)
@@ -141,7 +141,7 @@ FREE_INODES = MinFree(percent=10.0)
 
 
 class Addressing(enum.StrEnum):
-    """The place of the bucket's name in a URL."""
+    """The place of the bucket's name in a URL: the path, or the host name (virtual)."""
 
     AUTO = "auto"
     PATH = "path"
@@ -157,7 +157,7 @@ class SessionKind(enum.StrEnum):
 
 
 class PassthroughMode(enum.StrEnum):
-    """The permission for the kernel to read cached files without the daemon."""
+    """The use of passthrough, by which the kernel reads cached files without the daemon."""
 
     AUTO = "auto"
     OFF = "off"
@@ -182,7 +182,7 @@ class Acl(enum.StrEnum):
 
 
 class Conflict(enum.StrEnum):
-    """The result of an upload to a key whose object another writer has replaced meanwhile."""
+    """The action of an upload if another writer has replaced the object meanwhile."""
 
     OVERWRITE = "overwrite"
     FAIL = "fail"
@@ -191,8 +191,8 @@ class Conflict(enum.StrEnum):
 class Durability(enum.StrEnum):
     """The place where a file is stored when fsync and close return.
 
-    AUTO is the bucket, except for closes of temporary files and of files that are appended to
-    repeatedly: those are stored on the disk.
+    AUTO is the bucket; but a close stores temporary files, and files that are appended to again
+    and again, on the disk.
     """
 
     AUTO = "auto"
@@ -204,7 +204,7 @@ EVERYWHERE_AUTO = PathRules(Durability.AUTO)
 
 
 class AttributeForm(enum.StrEnum):
-    """The form in which new objects get modes, owners and times."""
+    """The form in which new objects have modes, owners and times: s3fs's, or that of AWS."""
 
     S3FS = "s3fs"
     AWS = "aws"
@@ -263,7 +263,7 @@ def _parse_durability(text: str) -> PathRules[Durability]:
 
 
 def parse_source(text: str) -> MountSource:
-    """Read `s3://BUCKET[/PREFIX]`; an access point's alias may stand for the bucket."""
+    """Parse `s3://BUCKET[/PREFIX]`, also with an access point's alias; ValueError if invalid."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "s3":
         raise ValueError(
@@ -366,7 +366,7 @@ def _parse_word(text: str) -> str:
 
 
 def _parse_kms_key(text: str) -> str:
-    # For a header. https://docs.aws.amazon.com/kms/latest/APIReference/API_DescribeKey.html
+    # https://docs.aws.amazon.com/kms/latest/APIReference/API_DescribeKey.html; sent in a header.
     if not re.fullmatch(r"[!-~]{1,2048}", text.strip()):
         raise ValueError(f"{text!r} is not a KMS key; write its id, its ARN or alias/NAME")
     return text.strip()
@@ -379,9 +379,9 @@ def _parse_kms_key(text: str) -> str:
 class SettingType(Generic[T]):
     """The conversions of one type of settings: `read` from text, `show` to text.
 
-    `read` raises ValueError. With `takes_numbers` a TOML file may contain a bare number.
-    If a value may contain commas, `further` matches the parts after its first comma, so that
-    they are not taken for the next options of a list.
+    `read` raises ValueError. With `takes_numbers` a TOML file may contain a bare number. If a
+    value may contain commas, `further` matches each part after a comma, so that the part is
+    not taken for the next option of a list.
     """
 
     metavar: str
@@ -392,7 +392,7 @@ class SettingType(Generic[T]):
 
 
 def at_least(minimum: N, base: SettingType[N]) -> SettingType[N]:
-    """The type `base`, whose `read` raises ValueError for values below `minimum`."""
+    """Return the type `base`, but with ValueError for values below `minimum`."""
 
     def read(text: str) -> N:
         value = base.read(text)
@@ -404,7 +404,7 @@ def at_least(minimum: N, base: SettingType[N]) -> SettingType[N]:
 
 
 def whole_number(least: int, most: int) -> SettingType[int]:
-    """The type of whole numbers from `least` to `most`."""
+    """Return the type of whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\d{1,10}", text.strip()) or not least <= int(text) <= most:
@@ -415,7 +415,7 @@ def whole_number(least: int, most: int) -> SettingType[int]:
 
 
 def choice(values: type[E]) -> SettingType[E]:
-    """The type of an enumeration's values, which are their own texts."""
+    """Return the type of an enumeration's values, which are strings and their own texts."""
 
     def read(text: str) -> E:
         try:
@@ -434,14 +434,14 @@ PATH = SettingType("PATH", _parse_path)
 SWITCH = SettingType("", _parse_switch, lambda value: "true" if value else "false")
 SIZE = SettingType("SIZE", parse_size, format_size, takes_numbers=True)
 DURATION = SettingType("TIME", _parse_wait, format_duration, takes_numbers=True)
-# `further` leaves `auto` out: it is an option of its own in /etc/fstab.
+# `further` does not match `auto`, which is an option of its own in /etc/fstab.
 DURABILITY = SettingType(
     "MODE[:PATTERN],…",
     _parse_durability,
     PathRules.shown,
     further=re.compile(rf"({'|'.join(Durability)}):|(bucket|local)$"),
 )
-# A daemon sends its keeper a sign of life each second.
+# Two seconds at least, because a daemon sends its keeper a sign of life each second.
 SILENCE = at_least(2.0, DURATION)
 LIFETIME = SettingType("TIME", _parse_lifetime, format_duration, takes_numbers=True)
 TTL = SettingType(
@@ -497,7 +497,7 @@ def option(
     factory: Callable[[], object] | None = None,
     otherwise: str = "",
 ) -> Any:
-    """Declare a dataclass field as a setting, in this group of `--help`.
+    """Return a dataclass field that is a setting, in this group of `--help`.
 
     `factory` makes a default that depends on the process; `otherwise` describes, for
     `--help`, a default that has no text.

@@ -1,9 +1,9 @@
-"""Activity of a mount: periodic tasks slow down while it is idle.
+"""The activity of a mount: periodic tasks slow down while the mount is idle.
 
-Periodic checks (the catalog, the limits of the cache, the number of names) depend on requests of
-programs, requests to S3 and commands, which are noted here. While there are none, the checks of all
-tasks run at the same instants, `IDLE_S` apart: changes that other mounts and programs make to the
-disk are noticed with this delay. The first request ends the wait.
+Periodic checks (the catalog, the limits of the cache, the number of names) are needed after
+requests of programs, requests to S3 and commands, which are noted here. Without any, the checks of
+all tasks run at the same instants, `IDLE_S` apart, and notice changes of the disk by other mounts
+and programs with this delay. The next request ends the pauses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 
 import trio
 
-# Longer than two pauses of any check, so that the effects of the last request are noticed.
+# Time without activity after which a mount is idle: longer than two pauses of any check, which
+# so notice the effects of the last request.
 IDLE_AFTER_S = 6.0
 IDLE_S = 10.0
 
@@ -32,7 +33,7 @@ class Activity:
             self._resting = None
 
     async def pause(self, seconds: float, idle_s: float = IDLE_S) -> None:
-        """Sleep for `seconds`, or while the mount is idle for up to `idle_s`."""
+        """Sleep for `seconds`; in an idle mount, until an activity or for up to `idle_s`."""
         if seconds >= idle_s or time.monotonic() - self._last < IDLE_AFTER_S:
             await trio.sleep(seconds)
             return

@@ -1,8 +1,8 @@
 """Histograms of times: plain integers in fixed buckets.
 
-An observation is made for each request of a program, and takes 0.1 us, a tenth of
-prometheus_client's time. Most are collected, and sorted into the buckets by the hundred. A
-histogram belongs to one thread.
+Each request of a program makes an observation, which takes 0.1 us, a tenth of
+prometheus_client's time: observations are collected, and sorted into the buckets by the hundred.
+A histogram belongs to one thread.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Upper bounds in seconds: from answers from memory (microseconds) to requests that wait for S3.
+# The upper bounds of buckets in seconds, for programs' requests: from answers from memory to waits
+# for S3.
 REQUEST_BOUNDS = (
     *(0.000_01, 0.000_03, 0.000_1, 0.000_3, 0.001, 0.003, 0.01, 0.03),
     *(0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
 )
-# The same for requests to S3, which answers in milliseconds.
+# The upper bounds of buckets in seconds, for requests to S3, which answers in milliseconds.
 S3_BOUNDS = (0.001, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0, 30.0)
 
 
-# Observations collected before they are sorted.
+# The number of observations that are collected before they are sorted.
 MOST_NEW = 256
 
 
 class Histogram:
-    """The numbers of observations below each of `bounds`, and their sum, in seconds."""
+    """A histogram: the counts of observations between `bounds`, and their sum, in seconds."""
 
     __slots__ = ("_bounds", "_counts", "_new", "_sum", "_weighed", "_weight")
 
@@ -45,7 +46,7 @@ class Histogram:
             self._sort_new()
 
     def weigh(self, seconds: float, weight: int) -> None:
-        """Count an observation `weight` times: it represents as many."""
+        """Count an observation `weight` times, because it stands for this many requests."""
         weighed = self._weighed
         if weight != self._weight or len(weighed) == MOST_NEW:
             self._sort_new()
@@ -53,7 +54,7 @@ class Histogram:
         weighed.append(seconds)
 
     def observe_all(self, times: list[float], weight: int = 1) -> None:
-        """Count each observation `weight` times: it represents as many."""
+        """Count each observation `weight` times. Sorts `times`."""
         times.sort()
         start = 0
         for bucket, bound in enumerate(self._bounds):
@@ -75,7 +76,7 @@ class Histogram:
         return sum(self._counts)
 
     def sample(self, labels: Mapping[str, str]) -> dict[str, Any]:
-        """Return the histogram in the form that metrics.py describes."""
+        """Return the histogram as a sample, in the form that metrics.py describes."""
         self._sort_new()
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, None), self._counts, strict=True):

@@ -151,7 +151,7 @@ def value(number: float, **labels: str) -> Sample:
 
 
 def answer(samples: Mapping[str, Iterable[Sample]]) -> dict[str, Any]:
-    """Make the answer to the request from the samples of each name (see the module's docstring)."""
+    """Return the answer to the request "metrics", with the samples of each name."""
     return {
         "metrics": {
             name: {

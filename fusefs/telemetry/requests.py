@@ -18,8 +18,8 @@ from fusefs.telemetry.metrics import Sample, value
 _ERRORS = frozenset((None, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET))
 
 
-# The first ALL_TIMED requests that are answered at once are all timed, later ones one in PERIOD: a
-# prime, because programs repeat the same few requests.
+# Of the requests that are answered at once, the first ALL_TIMED are all timed, then one in PERIOD.
+# It is a prime, because programs repeat the same few requests.
 ALL_TIMED = 1000
 PERIOD = 17
 _MOST_OPCODES = 64
@@ -28,10 +28,10 @@ _MOST_OPCODES = 64
 class RequestTimes:
     """The times of one mount's requests; `names` has the operations by their opcodes.
 
-    Each request is counted, and each that had to wait is timed. For requests answered at once, in a
-    few microseconds, reading the clock twice would take a twentieth of the time: only every
-    `period`-th is timed, and represents as many. Sessions count all of these in `counts`, by
-    opcode. Belongs to the event loop.
+    Each request is counted, and each request that had to wait is timed. For requests answered at
+    once, in a few microseconds, reading the clock twice would take a twentieth of the time: only
+    every `period`-th of them is timed, and stands for `period` requests. Sessions count all of them
+    in `counts`, by opcode. Belongs to the event loop.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -40,16 +40,16 @@ class RequestTimes:
         self.counts = [0] * _MOST_OPCODES
         self._timed = 0
         self._ok = {opcode: Histogram(REQUEST_BOUNDS) for opcode in self._names}
-        # Numbers of failures by opcode and outcome, and their times.
+        # The counts of failures by opcode and outcome, and the times of failures.
         self._failed: Counter[tuple[int, str]] = Counter()
         self._others: dict[tuple[int, str], Histogram] = {}
 
     def sampled(self, opcode: int, began: float) -> None:
-        """Record the time since `began` (monotonic s) of a request that `counts` includes."""
+        """Record the time since `began` (monotonic s) of a request already in `counts`."""
         self.timed(((opcode, time.monotonic() - began),), self.period)
 
     def timed(self, times: Sequence[tuple[int, float]], weight: int) -> None:
-        """Record times (opcode, seconds) of requests in `counts`; each represents `weight`."""
+        """Record (opcode, seconds) of requests already in `counts`, each for `weight` requests."""
         for opcode, took_s in times:
             self._ok[opcode].weigh(took_s, weight)
         self._timed += len(times)
@@ -57,7 +57,7 @@ class RequestTimes:
             self.period = PERIOD
 
     def refused(self, opcode: int, count: int) -> None:
-        """Count `count` more requests that were refused, without times."""
+        """Count `count` more requests that were refused and not timed."""
         self._failed[opcode, "refused"] += count
         if (opcode, "refused") not in self._others:
             self._others[opcode, "refused"] = Histogram(REQUEST_BOUNDS)

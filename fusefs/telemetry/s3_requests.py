@@ -1,6 +1,6 @@
-"""The times of requests to S3, and the waits that they cause for programs.
+"""The times of requests to S3, and the waits of programs for these requests.
 
-A `RequestClock` measures one attempt of a request from its start to its end.
+A `RequestClock` measures one attempt of a request, from its start to its end.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from fusefs.telemetry.histogram import S3_BOUNDS, Histogram
 from fusefs.telemetry.metrics import Sample, value
 from fusefs.telemetry.stalls import WaitCause, current
 
-# The cause of waiting until an answer begins; S3_FIRST_BYTE for other operations.
+# The causes of waits until an answer begins, by operation; S3_FIRST_BYTE for other operations.
 _CAUSES = {
     "HEAD": WaitCause.METADATA,
     "LIST": WaitCause.METADATA,
     "LIST PARTS": WaitCause.METADATA,
     "LIST UPLOADS": WaitCause.METADATA,
     "CLUSTER GET": WaitCause.CLUSTER_CACHE,
-    # The duration of these is mostly that of sending their bodies.
+    # Most of the time of these operations is for sending their bodies.
     "PUT": WaitCause.S3_TRANSFER,
     "PUT PART": WaitCause.S3_TRANSFER,
     "CLUSTER PUT": WaitCause.S3_TRANSFER,
@@ -26,7 +26,7 @@ _CAUSES = {
 
 
 class S3Requests:
-    """Times of one store's requests; `prefix` begins its metrics. Belongs to the event loop."""
+    """The times of one store's requests, whose metrics begin with `prefix`. For the event loop."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
