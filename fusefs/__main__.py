@@ -1,4 +1,4 @@
-"""The program `fusefs` as installed; its commands are in cli/main.py."""
+"""The installed program `fusefs`; its commands are in cli/main.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def run() -> None:
         from fusefs.cli.main import main
 
         status = main()
-    except KeyboardInterrupt:  # during the imports; later the command reports it
+    except KeyboardInterrupt:  # during the imports; later `main` handles it
         status = 130
-    # Cleaning up the interpreter would take an eighth of a short command.
+    # The interpreter's ordinary end would take an eighth of a short command's time.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

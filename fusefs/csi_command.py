@@ -1,7 +1,7 @@
-"""Entry point of `fusefs-csi`: puts the CSI driver's package on the path.
+"""The entry point of `fusefs-csi`, which puts the CSI driver's package on Python's path.
 
-The folder csi/ is beside fusefs/ in the source tree. The wheel has it below fusefs/_driver/, so
-that nothing is installed under so common a name as `csi`: only this command's process sees it.
+The folder csi/ is beside fusefs/ in the source tree. The wheel has csi/ below fusefs/_driver/, so
+that no package of such a common name is installed: only this command's process can import it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     s3://bucket/prefix /data fusefs _netdev,allow_other,cache_size=100GiB 0 0
 
 Options are the settings of `fusefs mount` under their names, with `_` or `-`. Options that mount(8)
-and systemd handle themselves are accepted and ignored; all others are refused, so that no option is
+and systemd handle themselves are accepted and ignored; unknown options are refused, so that none is
 lost unnoticed. `credentials=FILE` names a file of AWS credentials and `home=DIR` a home directory,
 because systemd mounts without an environment.
 
@@ -25,10 +25,10 @@ from fusefs.settings.sources import split_options
 SUCCESS = 0
 USAGE = 1
 FAILED = 32
-# Exit statuses by those of the command `fusefs`.
+# The helpers' exit statuses by the exit statuses of `fusefs`; FAILED for all others.
 _STATUSES = {0: SUCCESS, 2: USAGE}
 
-# Options that mount(8), fstab(5) and systemd.mount(5) handle, or that every fusefs mount implies.
+# Options that mount(8), fstab(5) or systemd.mount(5) handle, or that every fusefs mount has.
 IGNORED = frozenset(
     (
         "defaults",
@@ -74,7 +74,7 @@ def mount() -> int:
 
 
 def umount() -> int:
-    """Run `umount.fusefs MOUNTPOINT [-nlfvr]`: uploads end first. Return the exit status."""
+    """Run `umount.fusefs MOUNTPOINT [-nlfvr]`, which waits for uploads; return the exit status."""
     return _reporting("umount.fusefs", _umount, sys.argv[1:])
 
 
@@ -89,16 +89,16 @@ def _reporting(name: str, work: Callable[[Sequence[str]], int], arguments: Seque
 def _mount(arguments: Sequence[str]) -> int:
     paths, letters, options = _parse(arguments)
     if os.geteuid() != 0:
-        # mount(8) adds the name of a caller who is not root; the daemon runs as this user anyway.
+        # mount(8) adds user=NAME for a caller who is not root, as whom the daemon runs anyway.
         options = [option for option in options if not option.startswith("user=")]
     if len(paths) != 2:
         raise OptionError("usage: mount.fusefs s3://BUCKET[/PREFIX] MOUNTPOINT [-o OPTIONS]")
     flags, variables = read_options(options, is_sloppy="s" in letters)
     if "r" in letters:
         flags.append("--read-only")
-    if "f" in letters:  # fake: everything but the mount
+    if "f" in letters:  # fake: check everything, but do not mount
         return SUCCESS
-    # systemd sets no home directory, in which botocore looks for credentials.
+    # systemd does not set HOME, where botocore looks for credentials.
     with contextlib.suppress(KeyError):  # a user who is not in /etc/passwd
         os.environ.setdefault("HOME", pwd.getpwuid(os.geteuid()).pw_dir)
     os.environ.update(variables)
@@ -114,7 +114,7 @@ def _umount(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Return the paths, the letters of the flags, and the options of `-o`."""
+    """Return the paths, the letters of all flags such as `-v`, and the options of `-o`."""
     paths: list[str] = []
     letters = ""
     options: list[str] = []
@@ -139,7 +139,7 @@ def read_options(
     """Return the flags of `fusefs mount` for these options, and environment variables to set.
 
     Raises:
-        OptionError: an option is unknown; with `is_sloppy` it is ignored.
+        OptionError: an option is unknown and not `is_sloppy`, or a value is invalid.
     """
     flags: list[str] = []
     variables: dict[str, str] = {}
@@ -176,7 +176,7 @@ def _flag(key: str, value: str | None) -> list[str]:
     if value in (None, "true", "on", "yes", "1"):
         return [setting.flag]
     if value in ("false", "off", "no", "0"):
-        if key.startswith("no-"):  # no flag overrides a settings file
+        if key.startswith("no-"):  # no flag turns it off
             raise OptionError(f"{key}: is off unless it is given; leave it out")
         return [f"--no-{key}"]
     raise OptionError(f"{key}: {value!r} is neither true nor false")

@@ -1,8 +1,8 @@
-"""Plans of reading from Python: `fusefs.plan` and `PlannedSampler` (docs/guides/plan.md).
+"""Plans of coming reads from Python: `fusefs.plan` and `PlannedSampler` (docs/guides/plan.md).
 
-Both tell a mount the order in which its files will be read: as `fusefs plan` does, or, if no mount
-is registered, as in a pod, through the mount's control file (fuse/control_files.py). Nothing here
-imports torch: a sampler is any iterable of indices, or of batches of indices.
+Both tell a mount the order in which its files will be read: as `fusefs plan` does, or, if the mount
+is not registered, as in a pod, through its control file (fuse/control_files.py). The module does
+not need torch: a sampler is any iterable of indices, or of batches of indices.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fusefs.launch.registry import MountsError
 
 logger = logging.getLogger("fusefs.sampling")
 
-# Entries after which a new plan is begun, instead of extending the plan with each epoch.
+# A plan is extended with each epoch until it has this many entries; then a new plan begins.
 MOST_ENTRIES = 4_000_000
-CONTROL = ".fusefs/plan"  # in a mount's root
+CONTROL = ".fusefs/plan"  # relative to a mount's root
 _FAILURES = (CommandError, ControlError, MountsError, OSError, ValueError)
 
 
 def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
-    """Tell the mount of `paths` that they will be read in this order.
+    """Tell the mount of `paths` that a program will read them in this order.
 
-    This replaces the last plan of the same `reader`. The name distinguishes readers that have
-    different orders, such as ranks.
+    The new plan replaces the last plan of the same `reader`, a name that distinguishes readers
+    with different orders, such as ranks.
 
     Raises:
         CommandError: the paths are in no mount, or in several.
@@ -42,18 +42,18 @@ def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
 
 
 class PlannedSampler:
-    """Wraps a sampler of indices, or of batches of indices, and tells the mount its order.
+    """A wrapper of a sampler of indices, or of batches, that tells the mount the sampler's order.
 
-    `paths[index]` is the file of an index. The order of each epoch is sent to the mount as it
-    begins. If the sampler has `set_epoch`, like DistributedSampler, its order follows from its
-    seed, and the next epoch is sent as well. Other attributes are the sampler's. The sampler's
-    `rank` names the reader. Failures of planning are logged, and the epoch goes on.
+    `paths[index]` is the file of an index. The order of an epoch is sent to the mount when the
+    epoch begins. If the sampler has `set_epoch`, like DistributedSampler, the order of the next
+    epoch is known from the seed, and sent as well. Other attributes are the sampler's. The
+    sampler's `rank` names the reader. Errors of planning are only logged.
     """
 
     def __init__(self, sampler: Any, paths: Sequence[str | os.PathLike[str]]) -> None:
         self._sampler = sampler
         self._paths = paths
-        # A batch sampler has no epochs, but the sampler in it may.
+        # A batch sampler has no `set_epoch`, but the sampler in it may have.
         inner = sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", sampler)
         self._inner = inner
         self._reader = _Reader(str(getattr(inner, "rank", "")))
@@ -71,14 +71,14 @@ class PlannedSampler:
         except _FAILURES as error:
             self._told = None
             logger.warning("the mount does not know the order of this epoch: %s", error)
-        # A generator, as DataLoader makes two iterators an epoch: this runs at the first index.
+        # A generator, which begins at the first index, as DataLoader makes two iterators an epoch.
         yield from order
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # in a copy that has no sampler yet
+        if name.startswith("__"):  # a copy has no `_sampler` yet
             raise AttributeError(name)
         return getattr(self.__dict__["_sampler"], name)
 
@@ -87,7 +87,7 @@ class PlannedSampler:
         return [self._paths[index] for batch in batches for index in batch]
 
     def _next_order(self) -> list[Any] | None:
-        """Return the order of the next epoch; None if `set_epoch` does not determine it."""
+        """Return the order of the next epoch; None for a sampler without epochs."""
         inner, epoch = copy.copy(self._inner), getattr(self._inner, "epoch", None)
         if epoch is None or not hasattr(inner, "set_epoch"):
             return None
@@ -100,7 +100,7 @@ class PlannedSampler:
 
 
 class _FileSender:
-    """Writes a plan to the mount's control file, with the interface of `Sender`."""
+    """A writer of a plan to the mount's control file, with the methods of `Sender`."""
 
     def __init__(self, path: Path, reader: str) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -120,7 +120,7 @@ class _FileSender:
 
 
 class _Reader:
-    """A plan that is extended by `give`; `size` counts its entries."""
+    """The plan of one reader, which `give` extends; `size` is its number of entries."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -147,7 +147,7 @@ class _Reader:
                 self._root = f"{directory}/"
                 self._sender = _FileSender(directory / CONTROL, self.name)
             else:
-                self._root = first.removesuffix(below)  # as the paths spell it
+                self._root = first.removesuffix(below)  # as spelled in the paths
                 self._sender = Sender(mountpoint, self.name)
         for path in paths:
             absolute = os.path.abspath(path)

@@ -68,12 +68,12 @@ def cause_of(operation: str) -> int:
 
 
 class RequestClock:
-    """The clock of one attempt: call `first_byte` when its answer begins, and `end` once."""
+    """The clock of one attempt. Call `first_byte` when the answer begins, then `end` once."""
 
     __slots__ = ("_began", "_cause", "_first_byte_s", "_operation", "_requests", "_work")
 
     def __init__(self, operation: str, requests: S3Requests) -> None:
-        """Start the clock; the time counts as part of the current task's work."""
+        """Start the clock; its time is a delay of the current task's work (see stalls.py)."""
         self._operation = operation
         self._requests = requests
         self._work = current()
@@ -83,7 +83,7 @@ class RequestClock:
         self._work.enter(self._cause, self._began)
 
     def first_byte(self, at: float | None = None) -> None:
-        """Note that the answer begins, now or at `at`; later calls change nothing."""
+        """Note that the answer begins, now or at `at` (monotonic s); only the first call counts."""
         if self._first_byte_s >= 0:
             return
         if at is None:
@@ -94,7 +94,7 @@ class RequestClock:
             self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, at)
 
     def end(self, code: str) -> None:
-        """Stop; `code` is the status of a refusal, `200` for any success, `none` or `cancelled`."""
+        """Stop and count; `code`: a refusal's status, `200` (success), `none` or `cancelled`."""
         now = time.monotonic()
         self._work.leave(self._cause, now)
         whole_s = now - self._began

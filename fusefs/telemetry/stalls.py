@@ -1,18 +1,18 @@
 """The waits of programs' requests, counted like the kernel's pressure stall information.
 
-For each cause there are the number of requests that wait for it, the time in which at least one
-waited (*stalled*), and the sum of all waiting times (*wait*). `any` is the union of all causes, as
-causes overlap.
+For each cause of waits, this module counts the requests that wait for it now, the time in which at
+least one request waited (*stalled*), and the sum of all waiting times (*wait*). Causes overlap, so
+`any` is the union of all causes.
 
 A *work* is an activity that any number of requests may wait for: the answer to one request, a
-download, an upload. Its causes of delay are noted by `enter` and `leave`, or by a `stage`, which
-uses the work of its own task. The requests that wait for it are noted by `awaited`, or by
-`waiting_for` if one work waits for another. Time counts only while a work has both a cause and a
-waiter. Tasks inherit the work of the task that started them (a context variable); prefetching
-begins a work of its own, or is `unattended`. Shares of the last seconds are computed from
-snapshots, taken when causes change, at most one a second: no timer is needed.
+download, an upload. `enter` and `leave` note the causes of a work's delays; `stage` does so for the
+work of the current task. `awaited` notes a request that waits for a work, and `waiting_for` a work
+that waits for another work. Time counts only while a work has both a cause and a waiting request.
+Tasks inherit the work of the task that started them (a context variable); prefetching begins a work
+of its own, or is `unattended`. Shares of the last seconds are computed from snapshots, which are
+taken when causes change, at most once a second: no timer is needed.
 
-All of it belongs to the event loop.
+All classes and functions belong to the event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 
 class WaitCause:
-    """The causes for which a request may wait, by number; the last one is the union of all others.
+    """The causes for which a request may wait, by number; `ANY` is the union of all others.
 
     `CONNECTION`: no connection of the budget is free. `THROTTLED`: S3 has refused requests as too
     many. `S3_FIRST_BYTE`, `S3_TRANSFER`: the start and the rest of an answer, or the sending of a
@@ -33,7 +33,7 @@ class WaitCause:
     the cache. `CREDENTIALS`: credentials are looked up or renewed. `CLUSTER_CACHE`: an answer of
     the cluster cache.
 
-    Plain numbers, because members of an enumeration take twice as long as keys.
+    The causes are plain numbers, because members of an enumeration take twice as long as keys.
     """
 
     CONNECTION = 0
@@ -52,19 +52,19 @@ class WaitCause:
 CAUSES = tuple(name.lower() for name in vars(WaitCause) if name.isupper())
 _ANY = WaitCause.ANY
 SNAPSHOT_EVERY_S = 1.0
-# The longest period for which `shares` can answer.
+# The longest period of `shares`, for which snapshots are stored.
 KEPT_S = 300.0
 
 
 class Pressure(NamedTuple):
-    """The stalled and waiting times in seconds, each by the number of the cause."""
+    """The stalled and the waiting times in seconds, both by the numbers of the causes."""
 
     stalled: tuple[float, ...]
     wait: tuple[float, ...]
 
 
 class _Counted:
-    """The times of one cause (see `Pressure`). `changed` is the time `waiters` last changed."""
+    """The times of one cause (see `Pressure`), and when its number of `waiters` `changed` last."""
 
     __slots__ = ("changed", "stalled", "wait", "waiters")
 
@@ -79,12 +79,12 @@ class Stalls:
     def __init__(self) -> None:
         self._causes = tuple(_Counted() for _ in CAUSES)
         self._began = time.monotonic()
-        # When the next snapshot is due, in monotonic seconds.
+        # The time of the next snapshot, in monotonic seconds.
         self._due = self._began + SNAPSHOT_EVERY_S
         self._snapshots: deque[tuple[float, tuple[float, ...]]] = deque()
 
     def change(self, causes: Iterable[int], count: int, at: float | None) -> None:
-        """Add `count` (may be negative) waiting requests to causes, at `at` (None: now)."""
+        """Add `count` (may be negative) to the waiting requests of `causes`, as of `at` or now."""
         if at is None:
             at = time.monotonic()
         if at >= self._due:
@@ -100,7 +100,7 @@ class Stalls:
             counted.waiters += count
 
     def shares(self, seconds: float) -> list[float]:
-        """Return by cause the share of the last `seconds` in which requests waited."""
+        """Return the share of the last `seconds` in which requests waited, by cause."""
         now = time.monotonic()
         stalled, then = self.totals(now).stalled, now - seconds
         before = self._stalled_at(then, now, stalled)
@@ -110,7 +110,7 @@ class Stalls:
         ]
 
     def totals(self, now: float | None = None) -> Pressure:
-        """Return all times since the process began, until `now` (monotonic s; None: now)."""
+        """Return the times from the process's start to `now` (monotonic s; None: this moment)."""
         now = time.monotonic() if now is None else now
         stalled, wait = [], []
         for counted in self._causes:
@@ -120,7 +120,7 @@ class Stalls:
         return Pressure(tuple(stalled), tuple(wait))
 
     def _take_snapshot(self, now: float) -> None:
-        """Save the stalled times of this moment, and drop old snapshots."""
+        """Store the stalled times of this moment, and drop old snapshots."""
         self._due = now + SNAPSHOT_EVERY_S
         self._snapshots.append((now, self.totals(now).stalled))
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - KEPT_S:
@@ -152,11 +152,11 @@ class Work:
     def __init__(self, stalls: Stalls = STALLS) -> None:
         self._stalls = stalls
         self._waiters = 0
-        # By cause, the number of its tasks or threads that wait for the cause.
+        # The number of the work's tasks or threads that wait for a cause, by cause.
         self._causes: dict[int, int] = {}
 
     def enter(self, cause: int, at: float | None = None) -> None:
-        """Begin to spend time on a cause, now or at `at` (monotonic seconds)."""
+        """Note that a cause begins to delay this work, now or at `at` (monotonic seconds)."""
         causes = self._causes
         if cause in causes:
             causes[cause] += 1
@@ -167,7 +167,7 @@ class Work:
             self._stalls.change(changing, self._waiters, at)
 
     def leave(self, cause: int, at: float | None = None) -> None:
-        """End a cause that `enter` began."""
+        """Note that a cause from `enter` no longer delays this work, now or since `at`."""
         causes = self._causes
         if causes[cause] > 1:
             causes[cause] -= 1
@@ -178,31 +178,31 @@ class Work:
             self._stalls.change(changing, -self._waiters, at)
 
     def move(self, cause: int, to: int, at: float | None = None) -> None:
-        """End a cause that `enter` began, and begin another."""
+        """Replace a cause from `enter` by the cause `to`, now or at `at`."""
         self.enter(to, at)
         self.leave(cause, at)
 
     def wait(self, count: int) -> None:
-        """Add `count` (may be negative) to the requests that wait for this work."""
+        """Add `count` (may be negative) to the number of requests that wait for this work."""
         self._waiters += count
         if self._causes:
             self._stalls.change((*self._causes, _ANY), count, None)
 
     def begin(self) -> None:
-        """Make this work the current task's, to the task's end."""
+        """Make this work the current task's work, until the task ends."""
         _work.set(self)
 
     def awaited(self) -> _Waiters:
-        """Count one more request that waits for this work (`with work.awaited()`)."""
+        """Count one more request as waiting for this work in a block (`with work.awaited()`)."""
         return _Waiters(self, 1)
 
     def doing(self) -> _Doing:
-        """Make this work that of the current task, and of tasks started meanwhile (`with`)."""
+        """Make this work the current task's in a `with` block, and that of tasks started there."""
         return _Doing(self)
 
 
 class _Waiters:
-    """Counts requests that wait; a class takes half the time of a generator."""
+    """A context manager that counts requests as waiting; half as slow as a generator."""
 
     __slots__ = ("_count", "_work")
 
@@ -220,7 +220,7 @@ class _Waiters:
 
 
 class _Doing:
-    """Makes a work the current task's for the time of a `with` block."""
+    """A context manager that makes a work the current task's work."""
 
     __slots__ = ("_token", "_work")
 
@@ -239,12 +239,12 @@ _work: ContextVar[Work] = ContextVar("work", default=_UNATTENDED)
 
 
 def current() -> Work:
-    """Return the work that the current task belongs to."""
+    """Return the current task's work."""
     return _work.get()
 
 
 class served:
-    """Give the current task a new work that one request waits for (`with served()`)."""
+    """Give the current task, in a `with` block, a new work for which one request waits."""
 
     __slots__ = ("_token", "_work")
 
@@ -261,23 +261,22 @@ class served:
 
 
 def unattended() -> _Doing:
-    """Mark the work of this task, and of tasks that it starts, as awaited by no request."""
+    """Give this task, in a `with` block, a work for which no request waits; also its new tasks."""
     return _UNATTENDED.doing()
 
 
 def waiting_for(work: Work) -> _Waiters:
-    """Mark the current task's work as waiting for another work (`with waiting_for(work)`).
+    """Count, in a `with` block, the requests that wait for this task's work as waiting for `work`.
 
-    Requests that wait for the task's work count as waiting for `work` as well; an unattended work
-    has none. Requests that begin to wait later are not counted.
+    Only the requests that wait when the block begins are counted; an unattended work has none.
     """
     mine = current()
-    # One part of a work may wait for another part: the requests are counted already.
+    # If a part of a work waits for another part, its requests are counted already.
     return _Waiters(work, 0 if mine is work else mine._waiters)
 
 
 class stage:
-    """Mark the cause that this task waits for in a block (`with stage(WaitCause.CACHE_DISK)`)."""
+    """Note the cause that delays this task's work in a block (`with stage(WaitCause.METADATA)`)."""
 
     __slots__ = ("_cause", "_work")
 

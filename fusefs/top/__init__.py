@@ -1,1 +1,1 @@
-"""The command `fusefs top`: the current work of this user's mounts, and the causes of waits."""
+"""The command `fusefs top`, which shows the work of this user's mounts and the causes of waits."""

@@ -8,21 +8,21 @@ from fusefs.diagnosis import stall_report
 from fusefs.settings.display import human_duration, human_size, shown
 from fusefs.top.rates import Operation, Rates
 
-# Passthrough reads by the kernel are estimated by the sizes of the files that are opened.
+# Reads by the kernel (passthrough) are estimated as the sizes of the opened files.
 SOURCES = {"cache": "cache", "s3": "S3", "kernel": "kernel, estimated"}
-# The number of operations whose times a block shows, the most frequent first.
+# The maximum number of operations in a block, the most frequent first.
 MOST_OPERATIONS = 6
-# Evicted bytes, as a share of those received from S3, from which on a larger cache is advised.
+# The ratio of evicted bytes to bytes from S3 above which a larger cache is advised.
 LEAST_EVICTED = 0.1
 
 
 def line(mount: Rates) -> str:
-    """The text of one mount in one line, without a newline."""
+    """Return one line about a mount, without a newline."""
     return shown(f"{mount.volume}: {'; '.join(_parts(mount))}")
 
 
 def block(mount: Rates) -> Sequence[str]:
-    """The lines of one mount: name and source, then indented lines about its work."""
+    """Return the lines about a mount: name and source, then indented lines about its work."""
     parts = _parts(mount)
     if mount.is_up:
         cache = f"{human_size(mount.cache_bytes)} of {human_size(mount.cache_limit_bytes)}"
@@ -82,7 +82,7 @@ def _short(seconds: float) -> str:
 
 
 def advice(mount: Rates) -> list[str]:
-    """Sentences of advice for the user, the most useful first; may be empty."""
+    """Return sentences of advice for the user, the most useful first; may be empty."""
     sentences = []
     if mount.evicted_s > LEAST_EVICTED * mount.received_s > 0:
         sentences.append(
@@ -108,7 +108,7 @@ def s3_text(mount: Rates) -> str:
 
 
 def origins(mount: Rates) -> str:
-    """The shares of the read bytes by source, in brackets; "" if nothing was read."""
+    """Return the shares of read bytes by source, in brackets; "" if nothing was read."""
     if not mount.read_s:
         return ""
     shares = [

@@ -1,7 +1,7 @@
-"""The main program of `fusefs top`: samples all mounts regularly, and shows rates in between.
+"""The main program of `fusefs top`: samples all mounts' metrics regularly, and shows rates.
 
-On a terminal it shows the latest sample, with a block for each mount. With `--plain`, or if the
-output is no terminal, it prints a line for each mount; with `--json`, one object for each sample.
+On a terminal the latest sample is shown, with a block for each mount. With `--plain`, or without a
+terminal, a line for each mount is printed; with `--json`, one object for each sample.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 @dataclass(slots=True)
 class Sampler:
-    """A sampler of the rates of all mounts, which remembers the previous answers."""
+    """A sampler of the rates of all mounts, which stores the last answers."""
 
     _before: dict[str, MountAnswer] = field(default_factory=dict)
 
     def sample(self) -> list[Rates]:
-        """Query all mounts; return their rates since the last call. Blocks up to the time-out."""
+        """Query all mounts; return their rates since the last call. Blocks until the time-out."""
         answers = query_all(mounts_of_user())
         found = [rates(self._before.get(one.target.volume), one) for one in answers]
-        # After a missing or malformed answer, the last good one is the base of the next rates.
+        # After a missing or malformed answer, the last good answer is the base of the next rates.
         self._before = {
             one.target.volume: one if mount.is_up else self._before[one.target.volume]
             for one, mount in zip(answers, found, strict=True)
@@ -48,7 +48,7 @@ def run(*, is_plain: bool, is_json: bool, count: int | None, every_s: float = 1.
 
     Returns the exit status.
     """
-    # A terminal without a cursor, as an editor has, cannot be cleared.
+    # A terminal without cursor control, as an editor's, cannot be cleared.
     has_screen = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     sampler = Sampler()
     with contextlib.suppress(KeyboardInterrupt):
@@ -74,7 +74,7 @@ def _show(mounts: Sequence[Rates], *, is_json: bool, has_screen: bool) -> None:
 
 
 def screen(mounts: Sequence[Rates], width: int, height: int) -> str:
-    """A block for each mount, or a line each if that is too high; cut at `width` and `height`."""
+    """Return a block for each mount, or a line if blocks have no room; cut to the given size."""
     text = [line for mount in mounts for line in lines.block(mount)] or ["no mounts"]
     if len(text) > height:
         text = [lines.line(mount) for mount in mounts]

@@ -1,4 +1,4 @@
-"""Rates and shares of a mount's work, computed from its metrics in two answers.
+"""Rates and shares of a mount's work, computed from the metrics in two of its answers.
 
 A counter that is less than before belongs to a new daemon, which began at 0. All
 rates are per second, sizes in bytes, times in seconds, shares from 0 to 1.
@@ -13,8 +13,8 @@ from typing import Any
 
 from fusefs.exporter.queries import MALFORMED, MountAnswer, samples_of
 
-# Codes that are no errors (404 and 412 are regular answers), or are counted as throttled (503
-# and 429).
+# The codes that do not count as errors: 404 and 412 are regular answers, and 503 and 429 count as
+# throttled.
 _NO_ERRORS = ("200", "206", "404", "412", "304", "cancelled", "503", "429")
 _Key = tuple[str, frozenset[tuple[str, str]]]
 
@@ -23,7 +23,7 @@ _Key = tuple[str, frozenset[tuple[str, str]]]
 class Operation:
     """Requests of one kind: rate, mean time, and the time within which 99% were answered.
 
-    `within_s` is the bound of a histogram's bucket; None if it is beyond the last bound.
+    `within_s` is the bound of a histogram's bucket; None if 99% took longer than all bounds.
     """
 
     per_s: float
@@ -33,7 +33,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Rates:
-    """One mount's rates over `interval_s` seconds; without a valid answer, `why` is the reason."""
+    """The rates of one mount over `interval_s` seconds; `why` tells why there are none."""
 
     volume: str
     is_up: bool = False
@@ -79,9 +79,9 @@ class Rates:
 
 
 def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
-    """Compute the rates between two answers of one mount; without `before` they are 0.
+    """Return the rates between two answers of one mount; without `before` the rates are 0.
 
-    If `after` is malformed, the result says so. `before` must be a valid answer.
+    If `after` is malformed, the result has no rates. `before` must be a valid answer.
     """
     if after.metrics is None:
         return Rates(after.target.volume, why=after.why)
@@ -154,7 +154,7 @@ class _Change:
         self._interval_s = interval_s
 
     def label(self, name: str, label: str) -> str:
-        """A label of the first sample of a metric; "" without one."""
+        """Return a label of the first sample of a metric; "" if there is none."""
         samples = self._metrics.get(name, {}).get("samples", ())
         return str(samples[0]["labels"].get(label, "")) if samples else ""
 
@@ -165,11 +165,11 @@ class _Change:
         return sum(self.by(name, "").values())
 
     def totals_by(self, name: str, label: str) -> dict[str, float]:
-        """The sums of a metric's current values, by the value of a label."""
+        """Return the sums of a metric's current values, by the values of a label."""
         return self._by(name, label, lambda _key, value: value)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The sums of a counter's rates, by the value of a label."""
+        """Return the sums of a counter's rates, by the values of a label."""
         return self._by(name, label, self._rate)
 
     def _by(self, name: str, label: str, of: Callable[[_Key, float], float]) -> dict[str, float]:
@@ -191,7 +191,7 @@ class _Change:
         }
 
     def _within(self, name: str, operation: str, rate: float) -> float | None:
-        """The lowest bound of a bucket with at least `rate` observations a second; else None."""
+        """Return the lowest bound with at least `rate` observations a second below it, or None."""
         below: dict[float, float] = {}
         for key, value in self._now.items():
             labels = dict(key[1])
@@ -209,7 +209,7 @@ class _Change:
 
 
 def _flat(metrics: Mapping[str, Any]) -> dict[_Key, float]:
-    """Map (name, labels) to values; histograms give their counts, sums and buckets.
+    """Return values by name and labels; histograms have a count, a sum and buckets.
 
     Raises:
         MALFORMED: the metrics have another form.
