@@ -48,6 +48,20 @@ async def test_sessions_are_resumed(engine: Engine, authority: Path) -> None:
     assert secure.session_stats()["hits"] == 2
 
 
+async def test_another_authority_is_refused(engine: Engine, authority: Path) -> None:
+    with scripted_server(lambda _: [answer()], context(authority)) as server:
+        stranger = Route(ca_file="/etc/ssl/certs/ca-certificates.crt")
+        for route in (stranger, Route()):
+            completion = await engine.send(trusting(server, authority)._replace(route=route))
+            is_refused(completion, server, "certificate", "unable to get local issuer")
+
+
+async def test_another_name_is_refused(engine: Engine, authority: Path) -> None:
+    with scripted_server(lambda _: [answer()], context(authority, "IP:127.0.0.2")) as server:
+        completion = await engine.send(trusting(server, authority))
+        is_refused(completion, server, "certificate", "no alternative certificate subject name")
+
+
 async def test_an_expired_certificate_is_refused(engine: Engine, authority: Path) -> None:
     with scripted_server(lambda _: [answer()], context(authority, days=-1)) as server:
         completion = await engine.send(trusting(server, authority))
