@@ -3,9 +3,9 @@
     s3://bucket/prefix /data fusefs _netdev,allow_other,cache_size=100GiB 0 0
 
 Options are the settings of `fusefs mount` under their names, with `_` or `-`. Options that mount(8)
-and systemd handle themselves are accepted and ignored; unknown options are refused, so that none is
-lost unnoticed. `credentials=FILE` names a file of AWS credentials and `home=DIR` a home directory,
-because systemd mounts without an environment.
+and systemd handle themselves are accepted and ignored; unknown options are refused.
+`credentials=FILE` names a file of AWS credentials and `home=DIR` a home directory, because systemd
+mounts without an environment.
 
 Exit status as mount(8) documents: 0 success, 1 a wrong command line, 32 the mount failed.
 """

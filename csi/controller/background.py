@@ -62,7 +62,7 @@ class BackgroundWork:
         """Start the work of a call, or join the work of an equal call, and return its result.
 
         Raises:
-            AbortedError: the work goes on, but the call's deadline or `limit_s` is near.
+            AbortedError: the work continues, but the call's deadline or `limit_s` is near.
             Exception: the error that `work` raised.
         """
         future, progress = self._start_or_join(request, work)

@@ -16,7 +16,7 @@ Held = tuple[int, int]
 
 
 class FdStore:
-    """A store of descriptors, which it owns; it begins with those in `held`.
+    """A store of descriptors, which it owns; at first it has the descriptors in `held`.
 
     `loop` is the event loop of the process.
     """
@@ -47,5 +47,5 @@ class FdStore:
         return True
 
     def following(self, name: Held) -> tuple[Held, int] | None:
-        """Return the first name after `name` with its descriptor; None if `name` is the last."""
+        """Return the first name after `name`, in order, and its descriptor; None at the end."""
         return min((item for item in self._held.items() if item[0] > name), default=None)

@@ -109,7 +109,7 @@ class CacheDomains:
     # --- removal of domains ---
 
     def in_use(self) -> set[str]:
-        """Return the names of the domains that mounts use; ValueError if a mount's is unknown."""
+        """Return the domains that mounts use; raise ValueError if a mount's domain is unknown."""
         names = set(self._of_mounts())
         if not all(map(_NAME.fullmatch, names)):
             raise ValueError("the cache of a mount is not known")

@@ -132,7 +132,7 @@ class CacheCollector(threading.Thread):
 
 @contextlib.contextmanager
 def _keeping_no_other() -> Iterator[None]:
-    """Log an OSError of the block, which a hostile identity may cause, so that others go on."""
+    """Log an OSError of the block, by which a hostile identity could stop other removals."""
     try:
         yield
     except OSError as error:

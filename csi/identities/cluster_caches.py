@@ -11,8 +11,8 @@ volume names only its domain (`cacheDomain`; options.py):
     key-file = "/etc/fusefs-csi-cluster-caches/training/key"
 
 `"*"` in place of a domain's name is for volumes without a domain, except inline volumes. The driver
-reads the two files again for each new mount, because the files of a Kubernetes Secret change.
-Each mount keeps a copy of the secrets that it began with (credentials.py).
+reads the secrets in the two files each time that it plans a mount, because a mounted Kubernetes
+Secret may change. Each mount has a copy of its first secrets (credentials.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ClusterCacheConfig:
         check_cluster_cache(build(layer, anywhere()))
 
     def secrets(self) -> CacheSecrets:
-        """Read the two files; FailedPreconditionError if one cannot be used. Blocks."""
+        """Read the credentials and the key; FailedPreconditionError if that fails. Blocks."""
         try:
             self.check({setting: name for name, setting in _SETTINGS.items()})
             credentials, key = (Path(self.texts[name]).read_bytes() for name in _OF_SECRETS)

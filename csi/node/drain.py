@@ -51,9 +51,9 @@ class Drains:
             log.error("given up: %s; the files are kept below %s", pending, where)
 
     def end(self, record: MountRecord, ends: float) -> bool:
-        """End a mount without targets; return False if it goes on without files to upload.
+        """End a mount without targets; return False if it does not end, but has no uploads left.
 
-        The mount goes on if another mount namespace has a copy of a target, such as an agent's
+        The mount continues if another mount namespace has a copy of a target, such as an agent's
         private copy of kubelet's directory. After `drainTimeout` a call ends it by force.
 
         Raises:

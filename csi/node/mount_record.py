@@ -27,8 +27,8 @@ ANSWER_TIMEOUT_S = 1.0
 class MountRecord:
     """The record of one mount: `key` is its name, `root` is its path.
 
-    `arguments` are those of the first publish request (see PublishRequest); `settings` are the
-    mount's MountSettings as texts, `environment` has variables of its daemon.
+    `arguments` is PublishRequest.arguments of the mount's first publish request; `settings` are
+    the mount's MountSettings as texts, `environment` has variables of its daemon.
     """
 
     key: str

@@ -104,7 +104,7 @@ class Mounts:
         return [path for path in found if path.name != key]
 
     def is_alive(self, record: MountRecord, table: MountTable) -> bool:
-        """True if the mount has a keeper, or a daemon that goes on without one."""
+        """True if the mount has a keeper, or a daemon that serves it without a keeper."""
         root = Path(record.root)
         top = table.top(root)
         if top is None or not top.is_fusefs:
@@ -114,7 +114,7 @@ class Mounts:
         except ControlError:
             if keeper_pid(root) is not None:
                 return True
-            # A supervisor's daemon waits for a new keeper; other daemons go on without a keeper.
+            # A supervisor's daemon needs a new keeper; other daemons serve without a keeper.
             return daemon_pid(root) is not None and not self.supervisor.serves(
                 root, if_silent=False
             )
@@ -180,7 +180,7 @@ class Mounts:
                 self.supervisor.drop(root)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
-        """Start the keeper and the daemon of a new mount, or of the existing one."""
+        """Start a keeper, which starts a daemon, for a new mount or for the existing mount."""
         inherited = {
             name: text
             for name, text in os.environ.items()
@@ -257,7 +257,7 @@ class Mounts:
         """End an unused mount, and remove its directory, its files of secrets and its record.
 
         Raises:
-            AbortedError: its processes still run at `deadline` (monotonic clock); not `is_forced`.
+            AbortedError: without `is_forced`, if processes still run at `deadline` (monotonic).
             OSError: the mount cannot be unmounted.
         """
         self.end_key(record.key, deadline, is_forced=is_forced)
@@ -321,7 +321,7 @@ class Mounts:
     def _kill(self, root: Path, processes: list[int]) -> None:
         """Abort a mount's connection, and kill its processes."""
         with contextlib.suppress(ControlError):
-            # The keeper has the connection open: its number may be another mount's by now.
+            # The keeper has the connection open; by its number another mount could be aborted.
             keeper_request(root, {"do": "abort"}, ANSWER_TIMEOUT_S)
             _have_ended(processes, time.monotonic() + ENDED_S)
         for process in processes:

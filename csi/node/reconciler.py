@@ -139,8 +139,8 @@ class Reconciler(threading.Thread):
             try:
                 # A publish call that makes the mount anew claims `key` before it writes the record.
                 with self._claims.claim(key):
-                    is_call_here = self._mounts.records.read(key) is not None  # since `unknown`
+                    is_call_here = self._mounts.records.read(key) is not None  # made meanwhile
                     if not is_call_here and not self._mounts.references(key, MountTable()):
-                        self._mounts.end_key(key, time.monotonic())  # else unpublish does
+                        self._mounts.end_key(key, time.monotonic())  # else unpublish ends it
             except (AbortedError, OSError) as error:
                 log.info("tried again later: %s", error)

@@ -204,7 +204,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             raise AlreadyExistsError(f"{publish.target}: {top.filesystem} is mounted there")
         record = self._mounts.behind(top, table)
         if record is None:
-            return False  # a dead mount, which was made anew elsewhere
+            return False  # the mount had died and was made anew
         root = table.top(Path(record.root))
         is_read_only = publish.is_read_only or (root is not None and root.is_read_only)
         is_same = publish.with_group(record.fs_group).arguments == record.arguments
@@ -314,10 +314,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         return identity, location, options
 
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
-        """Return the existing record of the mount that a volume needs, or write a new record."""
+        """Plan the mount that a volume needs; its record exists, or a new one is written."""
         identity, location, options = self._who(request, publish)
         cluster_cache = None
-        if identity.customer_key is None:  # a cluster cache would store the data without it
+        if identity.customer_key is None:  # only S3 and the local cache have data with such a key
             cluster_cache = self._configuration.cluster_caches.of(
                 options.cache_domain, is_inline=publish.is_inline
             )

@@ -95,7 +95,7 @@ class Warmups:
         """Wait until the mount is warm, warming has failed or `warmTimeout` has passed.
 
         Raises:
-            AbortedError: the wait is not over at `ends` (monotonic clock); has the progress.
+            AbortedError: not over at `ends` (monotonic clock); the message tells the progress.
         """
         began = self.add_waiter(record.key, warm, target)
         status = "is starting"
@@ -126,7 +126,7 @@ class Warmups:
         self._change(_name(record.key, warm), lambda known: replace(known, is_over=True))
 
     def is_awaited(self, key: str) -> bool:
-        """True if a target waits for the mount's warm-up: the mount must not end."""
+        """True if a target waits for the mount's warm-up, so that the mount must not end."""
         records = filter(None, map(self._files.read, self._names(key)))
         since = max((when for record in records for when in record.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S

@@ -31,7 +31,7 @@ def check_capability(capability: csi_pb2.VolumeCapability) -> None:
 
 
 def check_capabilities(capabilities: Iterable[csi_pb2.VolumeCapability]) -> None:
-    """Call `check_capability` for each; raise InvalidArgumentError if there are none."""
+    """Call `check_capability` for each capability; InvalidArgumentError for an empty list."""
     given = list(capabilities)
     if not given:
         raise InvalidArgumentError("volume_capabilities: missing")

@@ -227,7 +227,7 @@ def _wanted(settings: Layer) -> MountSettings:
 
 
 def anywhere() -> Layer:
-    """Return placeholders for the settings that have no default, to check other settings with."""
+    """Return placeholders for source, mountpoint and cache, to check other settings with."""
     return {
         "source": RawValue("s3://bucket", "source"),
         "mountpoint": RawValue("/mnt", "mountpoint"),

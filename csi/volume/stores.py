@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 AWS = "aws"
 AWS_AUDIENCE = "sts.amazonaws.com"
-# Names are short, because a volume id, of at most 128 bytes, has a store's, bucket's and volume's.
+# Short names, because a volume id of at most 128 bytes has names of store, bucket and volume.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
 # A region becomes part of a host name, and must not be a number.
 _REGION = re.compile(r"(?!\d+$)[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")

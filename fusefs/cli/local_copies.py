@@ -37,7 +37,7 @@ def unpin(paths: Sequence[Path]) -> None:
 
 
 def drop(path: Path) -> bool:
-    """Remove local copies at and below a path and print counts; return False if some stay."""
+    """Remove local copies at and below a path; print counts, and return False if some stay."""
     mountpoint, below = sync.find(path)
     message = {"command": "drop", "path": below}
     job = polling.finish(mountpoint, message, _progress)
@@ -58,7 +58,7 @@ def drop(path: Path) -> bool:
 
 
 def give_up(path: Path) -> bool:
-    """Give up unsent changes at and below a path and print counts; return False if some stay."""
+    """Give up unsent changes at and below a path; print counts, return False if some stay."""
     mountpoint, below = sync.find(path)
     files, in_use, remaining = 0, 0, 1
     while remaining:

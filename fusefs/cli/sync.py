@@ -21,7 +21,7 @@ MOST_SHOWN = 5
 
 
 def sync(path: Path, timeout_s: float) -> None:
-    """Wait until all files at or below a path are uploaded; CommandError names the others."""
+    """Wait until all files at or below a path are uploaded; CommandError names failed files."""
     mountpoint, below = find(path)
     patience_s = min(NEXT_DAEMON_S, timeout_s)
     try:

@@ -28,7 +28,7 @@ _PER_ENTRY = 560
 _PER_NAME = 1024
 # The measured bytes of a cached file's object in memory, with its name and places in tables.
 _PER_FILE = 800
-# The maximum of entries, a hundred times those of a usual data set's directory.
+# The maximum number of entries, a hundred times that of a usual data set's directory.
 _MOST_ENTRIES = 200_000
 
 

@@ -204,7 +204,7 @@ EVERYWHERE_AUTO = PathRules(Durability.AUTO)
 
 
 class AttributeForm(enum.StrEnum):
-    """The form in which new objects have modes, owners and times: s3fs's, or that of AWS."""
+    """The form in which new objects store modes, owners and times: of s3fs, or of AWS' tools."""
 
     S3FS = "s3fs"
     AWS = "aws"

@@ -197,7 +197,7 @@ class Work:
         return _Waiters(self, 1)
 
     def doing(self) -> _Doing:
-        """Make this work the current task's in a `with` block, and that of tasks started there."""
+        """Make this work, in a `with` block, the work of the current task and of its new tasks."""
         return _Doing(self)
 
 
@@ -261,7 +261,7 @@ class served:
 
 
 def unattended() -> _Doing:
-    """Give this task, in a `with` block, a work for which no request waits; also its new tasks."""
+    """Give this task and its new tasks, in a `with` block, a work for which no request waits."""
     return _UNATTENDED.doing()
 
 

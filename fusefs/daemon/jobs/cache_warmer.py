@@ -130,7 +130,7 @@ class JobSpec:
 
 @dataclass
 class WarmCounts(Job):
-    """The progress of a job; `unshared_blocks` are those that the cluster cache did not store."""
+    """The progress of a job; `unshared_blocks`: blocks that the cluster cache did not store."""
 
     is_listed: bool = False
     files: int = 0
@@ -201,7 +201,7 @@ class WarmJob(WarmCounts):
         self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
-        """Subtract a file that has changed since the listing from the counts."""
+        """Remove a file that has changed since the listing from the counts, with its bytes."""
         self.files -= 1
         self.bytes -= size
         self.done_bytes -= arrived
@@ -442,7 +442,7 @@ class CacheWarmer:
                     await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
-        """Write the cache's records; unless files are missing, unpin what the bucket has lost."""
+        """Write the cache's records; after a whole job, release files that the bucket lacks."""
         await self._cache.record()
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
@@ -616,7 +616,7 @@ def _turn(settings: MountSettings) -> float:
 
 
 class _Work:
-    """One file of a job, with its number of parts under way; calls `again` for a changed object."""
+    """One file of a job, and its number of parts under way; `again` fetches a new version."""
 
     def __init__(self, job: WarmJob, info: ObjectInfo, file: CacheFile) -> None:
         self.job = job

@@ -39,7 +39,7 @@ KINDS = ("", "local_", "partial_", "pinned_", "downloading_", "dropped_", "in_us
 
 @dataclass
 class CopiesJob(Job):
-    """A job that counts or drops copies, with `counts`, the number of `pins`, paths `in_use`."""
+    """A job that counts or drops copies: `counts` of files, number of `pins`, paths `in_use`."""
 
     is_pinned: bool = False
     pins: int = 0
@@ -88,13 +88,13 @@ class LocalCopies:
         self._cancel_pins = cancel_pins
 
     def job(self, path: str, *, is_new: bool, drops: bool = False) -> CopiesJob:
-        """Return the job that counts (or drops) copies at `path` ("": root); start it if needed."""
+        """Return the job that counts or `drops` the copies at a path; start it if necessary."""
         return self._jobs.find_or_begin(
             (path, drops), CopiesJob, partial(self._look, path, drops=drops), is_new=is_new
         )
 
     def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
-        """Return the job that removes pins at and below a path or pattern; start it if needed."""
+        """Return the job that removes pins at and below a path or pattern; start if necessary."""
         return self._unpinning.find_or_begin(
             path, Unpinning, partial(self._unpin, path), is_new=is_new
         )
@@ -136,7 +136,7 @@ class LocalCopies:
             for number, (info, file) in enumerate(zip(selected.objects, files, strict=True)):
                 job.add("", info.size)
                 if not info.size:
-                    job.add("local_", 0)  # an empty file has no copy, and needs none
+                    job.add("local_", 0)  # an empty file needs no copy
                 if file is not None and await self._is_there(file):
                     file.version = file.version or info.version
                     _count(job, file)

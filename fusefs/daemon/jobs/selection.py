@@ -193,7 +193,7 @@ class Selector:
     # Patterns
 
     async def _matches(self, parts: Sequence[str], deliver: Deliver) -> bool:
-        """Deliver the objects that match a pattern; return False if none does."""
+        """Deliver the objects that match a pattern; return False if no object does."""
         found = False
 
         async def note(selected: Selected) -> None:
