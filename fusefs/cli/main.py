@@ -103,7 +103,7 @@ def _settings_error(sentence: str) -> Exception:
 def _prepare_streams() -> None:
     """Make standard output able to print every name, in any locale.
 
-    Closed streams are opened on /dev/null, or the next opened file would get such a number.
+    Closed streams are opened on /dev/null, or the next opened file would get a stream's number.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:

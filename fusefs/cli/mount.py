@@ -47,7 +47,7 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
 
 
 def upgrade(options: argparse.Namespace) -> None:
-    """Replace a mount's daemon by one of this version; settings among the options change."""
+    """Replace a mount's daemon by a daemon of this version, with the settings that are given."""
     changes, place = flags(options), registry.resolve(options.mountpoint)
     for name, value in changes.items():
         if name in FIXED:
@@ -115,7 +115,7 @@ def flags(options: argparse.Namespace) -> dict[str, RawValue]:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP in the block, so that it cleans up."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP in the block, so that the block cleans up."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

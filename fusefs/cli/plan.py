@@ -151,7 +151,7 @@ def end(base: Path, reader: str) -> None:
 def record(base: Path, file: str, separator: str) -> None:
     """Write the paths that programs open in a mount to a file, each with `separator` at its end.
 
-    Returns only by an exception, at the end of the mount or by Ctrl-C.
+    The call ends only by an exception: at the end of the mount, or by Ctrl-C.
     """
     mountpoint, _ = sync.find(base)
     after, last_answer = 0, time.monotonic()

@@ -1,8 +1,8 @@
 """`fusefs umount`: ends a mount in the ordinary way, lazily, or by force.
 
-Without --lazy, exit status 0 promises that the bucket has all written files. The files that it
-lacks are found on the local disk after the end of the mount's processes (left_behind.py), even if
-a daemon was killed.
+Without --lazy, exit status 0 promises that the bucket has all written files. After the end of the
+mount's processes, left_behind.py finds the files that the bucket lacks on the local disk, even if a
+daemon was killed.
 """
 
 from __future__ import annotations

@@ -602,7 +602,7 @@ class Daemon:
 async def _watch_signals(
     unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
 ) -> None:
-    """Handle signals until cancelled: SIGTERM and SIGINT `unmount`, then exit; SIGUSR2 logs."""
+    """Handle SIGUSR2 (log) and SIGTERM and SIGINT (unmount, the second time exit)."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
         is_ending = False
         async for number in received:

@@ -77,7 +77,7 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """Return the store's settings, with connections bounded by memory; or CustomerKeyError."""
+    """Return the store's settings, within the memory limit; may raise CustomerKeyError."""
     fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,
@@ -99,7 +99,7 @@ def s3_settings(settings: MountSettings) -> S3Settings:
 
 
 def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
-    """Return the settings of the cluster cache's store, and its key; or SettingsError. Blocks."""
+    """Return the cluster cache's S3 settings and its key; may raise SettingsError. Blocks."""
     from fusefs.cluster_cache import access
 
     assert settings.cluster_cache is not None

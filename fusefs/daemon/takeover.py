@@ -1,4 +1,4 @@
-"""The takeover of a mount by a daemon from its keeper, and the leaving to the next daemon.
+"""The takeover: a daemon gets its mount from the keeper, and later leaves it to the next daemon.
 
 The keeper (keeper/main.py) starts each daemon of a mount with one of three tasks:
 

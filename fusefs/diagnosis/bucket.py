@@ -254,7 +254,7 @@ class _Trial:
         self._fd = fd
 
     def steps(self) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
-        """Return names and functions of the requests; each finds an earlier one's object."""
+        """Return the requests' names and functions, in an order in which all objects exist."""
         return [
             ("put", self._put),
             ("get", self._get),

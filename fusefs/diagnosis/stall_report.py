@@ -82,7 +82,7 @@ def sentence(shares: Shares, span: str) -> str | None:
 def hint(stalls: Mapping[str, Any], *, has_room: bool = True) -> str | None:
     """Return advice about the main cause of waits in the shortest span with long waits, or None.
 
-    Without `has_room` in the cache, the advice is not to fetch data ahead.
+    Without `has_room` in the cache, no advice is given to fetch data ahead.
     """
     hints = (advice(stalls["shares"].get(key, {}), has_room=has_room) for key in _SPANS)
     return next((one for one in hints if one is not None), None)

@@ -1,9 +1,9 @@
 """The activity of a mount: periodic tasks slow down while the mount is idle.
 
 Periodic checks (the catalog, the limits of the cache, the number of names) are needed after
-requests of programs, requests to S3 and commands, which are noted here. Without any, the checks of
-all tasks run at the same instants, `IDLE_S` apart, and notice changes of the disk by other mounts
-and programs with this delay. The next request ends the pauses.
+requests of programs, requests to S3 and commands, which are noted here. Without these, the checks
+of all tasks run at the same instants, `IDLE_S` apart, and notice changes of the disk by other
+mounts and programs with this delay. The next request ends the pauses.
 """
 
 from __future__ import annotations
