@@ -115,7 +115,7 @@ def be_the_only_driver(state: Path) -> None:
 
 
 def check_disk(directory: Path, host_path: Path) -> None:
-    """Raise FailedPreconditionError if the cache `directory` is on the host's system disk.
+    """Raise FailedPreconditionError unless the cache `directory` is mounted from a disk of its own.
 
     `directory` is a bind mount of `host_path`, and mountinfo has the root of a bind mount, its path
     within its own file system. On the system's disk the root ends with the whole of `host_path`; on
@@ -140,7 +140,7 @@ def check_disk(directory: Path, host_path: Path) -> None:
 def _file_system(directory: Path) -> str:
     real = resolve_path(directory)
     above = [one for one in kernel_mounts() if real.is_relative_to(one.mountpoint)]
-    # `max` returns the first of several mounts on one path.
+    # The last of several mounts on one path is on top.
     return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
 
 

@@ -28,8 +28,8 @@ T = TypeVar("T")
 E = TypeVar("E", bound=enum.StrEnum)
 N = TypeVar("N", int, float)
 
-# The default time for which a listing is used. Reading unchanging data costs one LIST a minute for
-# each 1,000 objects: a longer time would save little, and show replaced files later.
+# The default of the longest time for which a listing is used. Unchanging data cost one LIST each
+# minute for 1,000 objects: a longer time would save little, and show replaced files later.
 METADATA_TTL_S = 60.0
 
 # The longest duration: poll(2) waits at most 2^31 milliseconds, about 24 days.
