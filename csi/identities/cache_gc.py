@@ -145,7 +145,7 @@ def _has_mounts(directory: Path) -> bool:
 
 
 def _run(what: str, directory: Path, uid: int) -> str | None:
-    """Run the purge program as user `uid`; return its output, or None if it failed."""
+    """Run `purge WHAT DIRECTORY` as user `uid`; return its output, None if it fails (logged)."""
     if uid == 0:
         log.warning("%s belongs to root, so it is no cache of the driver", directory)
         return None

@@ -319,7 +319,7 @@ class Mounts:
             self._kill(root, processes)
 
     def _kill(self, root: Path, processes: list[int]) -> None:
-        """Abort a mount's connection, and kill its processes."""
+        """Abort the FUSE connection at `root`; kill `processes` (pidfds) and remote daemons."""
         with contextlib.suppress(ControlError):
             # The keeper has the connection open; by its number another mount could be aborted.
             keeper_request(root, {"do": "abort"}, ANSWER_TIMEOUT_S)

@@ -192,7 +192,7 @@ def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
 
 
 def job_id(path: str, warm: WarmOption) -> str:
-    """Return the daemon's id for the job of a path (JobSpec.id in fusefs/daemon/jobs)."""
+    """Return the id that the daemon gives the warming of a path (JobSpec.id in daemon/jobs)."""
     return path if warm.part is None else f"{path}\0shard {warm.part}/{warm.shards}"
 
 

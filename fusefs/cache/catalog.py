@@ -16,7 +16,7 @@ the database, its catalog is in memory.
 There may be ten million rows, so they are never all read at once: the newest rows are read when
 the catalog is opened, others by name, the oldest page by page. Checksums of bytes are in a table
 of their own, by inode number and generation, which a rename does not change, and by part. Two more
-tables have the pins and the files that are retained for them (retention.py).
+tables have the pinned paths and the files that are never evicted because of them (retention.py).
 
 All calls block; a lock admits one thread at a time.
 """
@@ -236,7 +236,7 @@ class Catalog:
         return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
-        """Read the page of rows behind `after`, by (last use, name), without retained files."""
+        """Read a page of the rows of evictable files, by (last use, name), from `after` on."""
         return self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return for each False if it is another file's, and the total."""
+        """Insert or extend rows; return a list (False: refused, another file's) and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -354,7 +354,7 @@ class Catalog:
         """Exclude files from eviction; `names` maps keys of the bucket `identity` to file names.
 
         `since` is the current time, in seconds since the epoch. Returns the names of other
-        versions of these keys, which were retained until now.
+        versions of these keys, which were excluded until now.
         """
         replaced = set()
         with self.transaction():
@@ -375,8 +375,8 @@ class Catalog:
     ) -> tuple[set[str], KeyRange | None]:
         """Let the files of a page of `keys` be evicted; return their names and the range left.
 
-        The range is None if no keys are left. Keys that `stay` returns, or that were retained at or
-        after `before` (seconds since the epoch), remain retained.
+        The range is None if no keys are left. The files of keys that `stay` returns, and files that
+        `retain` has excluded at or after `before` (seconds since the epoch), stay excluded.
         """
         with self.transaction():
             rows = self._db.execute(

@@ -131,7 +131,7 @@ class CatalogWriter:
 
     @property
     def retaining(self) -> set[str]:
-        """The names of files whose retention may not be in the catalog yet."""
+        """The names of files from `retain` that the catalog may not exclude from eviction yet."""
         return {*self._being_retained.values(), *self._retaining.values()}
 
     async def release(self, path: str, stay: Stay, before: float = math.inf) -> bool:

@@ -163,7 +163,7 @@ class Disk:
         return -1
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file unless in use (then None); return its descriptor if mapped, else -1."""
+        """Unlink a file; return its descriptor if mapped, else -1. None: in use, not unlinked."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)

@@ -64,10 +64,10 @@ def _ignore(_: Download) -> None:
 class Download:
     """The download of one range [start, stop) of one file.
 
-    All bytes before `position` have arrived. `demanded` counts the waiting readers,
-    `wanted` the interested prefetches and jobs. Unless a reader waits, it evicts no file that was
-    used at or after `keep_used_since` (seconds since the epoch; inf: no file is protected, -inf:
-    only files of less value than one fetched ahead may be evicted). `on_end` is called at its end.
+    All bytes before `position` have arrived. `demanded` counts the waiting readers, `wanted` the
+    interested prefetches and jobs. Unless a reader waits, the download evicts no file used at or
+    after `keep_used_since` (seconds since the epoch; inf: no file is protected, -inf: only files of
+    less value than one fetched ahead may be evicted). `on_end` is called at the download's end.
     """
 
     file: CacheFile
@@ -108,7 +108,7 @@ class Download:
         self.on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Note a reader's wait for [start, stop); return how many bytes none waited for before."""
+        """Note a reader's wait for [start, stop); return how many bytes are newly waited for."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new

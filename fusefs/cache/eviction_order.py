@@ -78,7 +78,7 @@ class Forecast(Protocol):
 
     @property
     def frontier(self) -> float:
-        """The time of the next use to fetch a file for; files used later may be evicted for it."""
+        """The time of the next planned use to prefetch for; files used later may be evicted."""
 
     def next_use(self, file: CacheFile) -> float | None:
         """The time of a file's next use; inf if it will not be used again, None if unknown."""
@@ -132,7 +132,7 @@ class EvictionOrder:
             del self._times[::2], self._fetched_at[::2]
 
     def restore(self, files: Iterable[CacheFile]) -> None:
-        """Put the catalog's `files`, least recently used first, before all other kept files."""
+        """Put `files`, least recently used first, before all other files of the rank `KEPT`."""
         restored = list(files)
         for file in reversed(restored):
             self.keep(file, file.used_at)
@@ -140,7 +140,7 @@ class EvictionOrder:
             self._kept.move_to_end(file, last=False)
 
     def keep(self, file: CacheFile, used_at: float) -> None:
-        """Mark a file of the catalog as kept; `used_at` is its last use, in epoch seconds."""
+        """Give a file the rank `KEPT`; `used_at` is its last use, in seconds since the epoch."""
         self._end_ahead(file)
         file.rank = Rank.KEPT
         if file.last_use is None and (at := bisect_right(self._times, used_at)):
@@ -207,7 +207,7 @@ class EvictionOrder:
             self._passing_bytes += file.present.total
 
     def is_planned(self, file: CacheFile) -> bool:
-        """Note that a program begins to open a file; return True if the forecast expects this."""
+        """Note that a program begins to open a file; return True if a plan expects this open."""
         return self.forecast is not None and self.forecast.opening(file)
 
     def _plan(self, file: CacheFile, next_use: float | None) -> bool:
@@ -284,7 +284,7 @@ class EvictionOrder:
         return self._kept_last() or kept or planned
 
     def _kept_last(self) -> CacheFile | None:
-        """The kept file that became kept last, or None if that is unknown."""
+        """The file that got the rank `KEPT` last and still has it, or None if unknown."""
         in_use = []
         while self._latest and self._latest[-1] not in self._kept:
             file = self._latest.pop()
@@ -309,7 +309,7 @@ class EvictionOrder:
         return self.fetched - (file.last_use or 0)
 
     def _is_stale(self, oldest: CacheFile) -> bool:
-        """True if `oldest`, the least recently used kept file, is stale."""
+        """True if `oldest`, the least recently used file of rank `KEPT`, is stale."""
         since = self.fetched - RECENT * self._room.limit
         while self._intervals and self._intervals[0][0] < since:
             self._intervals.popleft()

@@ -84,7 +84,7 @@ class Evictor:
                 await self._evict(0)
 
     async def drop(self, file: CacheFile) -> bool:
-        """Remove a file; False if it is retained, in use (here or by another mount) or empty."""
+        """Remove a file; False if it is excluded from eviction, in use by any mount, or empty."""
         async with self._evicting:
             size = file.present.total
             if file.pins or not size:

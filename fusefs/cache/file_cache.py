@@ -424,10 +424,10 @@ class FileCache:
     ) -> bool:
         """Move the file at `path` into the cache as the copy of the version uploaded from it.
 
-        `fd` is its open descriptor. `present` has the ranges it has (None: all bytes), `crc` is
-        its CRC32 if known, and `taken` is the cache file it was before `Handover.take_out`. The
-        caller must not write to it any more. Blocks briefly. Returns False, and leaves the file at
-        `path`, if the version has a file already, one is being created, or the disk fails.
+        The caller closes the file's descriptor `fd`, and must not write to the file any more. Only
+        the ranges `present` have content (None: all). `crc` is the file's CRC32, if known; `taken`
+        is its `CacheFile`, if `Handover.take_out` took it out of the cache. Blocks briefly. Returns
+        False, and leaves the file there, if the version has or gets another, or the disk fails.
         """
         file = self.pin(version)
         try:
@@ -541,10 +541,7 @@ class FileCache:
         self._obsolete.append(version)
 
     async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
-        """Return the versions given to `obsolete` since the last call that have a cached copy.
-
-        Each comes with its copy, which is no longer retained.
-        """
+        """Take `obsolete`'s versions that are cached, as (version, file); let files be evicted."""
         versions, self._obsolete = self._obsolete, []
         found = zip(versions, await self.look_up(versions), strict=True)
         copies = [(version, file) for version, file in found if file is not None]
@@ -577,9 +574,9 @@ class FileCache:
         """Unlink an unpinned file; return a descriptor if a program still maps it, else -1.
 
         The caller closes the descriptor when the kernel no longer uses the blocks. A file
-        that is being opened, or that another mount uses or retains, is not unlinked, but leaves
-        the eviction order until `put_back`. The statistics of evicted files count only removals
-        `for_room`. Can't be cancelled halfway.
+        that is being opened, that another mount uses, or that a pin covers, is not unlinked, but
+        leaves the eviction order until `put_back`. The statistics of evicted files count removals
+        `for_room` only. Can't be cancelled halfway.
         """
         self.order.leave(file)
         self.residency.leave(file)
@@ -622,7 +619,7 @@ class FileCache:
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
-        """Call `Disk.unlink`, or only return None if any mount retains the file. Blocks."""
+        """Call `Disk.unlink`, or only return None if the file must not be evicted. Blocks."""
         with contextlib.suppress(sqlite3.Error):  # then rely on what this mount knows
             file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
         return None if file.is_retained else self.disk.unlink(file.name, generation)

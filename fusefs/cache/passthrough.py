@@ -177,7 +177,7 @@ class PassthroughFiles:
                 self._give_back(backing_id, st_ino)
 
     def drop(self, file: CacheFile) -> trio.Event | None:
-        """Give back the id of a file that no program has open; return None if it has no id.
+        """Give back the id of a file that no program has open; return an event, None if no id.
 
         The event is set when the kernel has closed the file, or when the keeper has died; then
         the next keeper gives the id back.

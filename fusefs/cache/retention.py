@@ -6,8 +6,8 @@ hash of each pin of its bucket. To follow other mounts, it reads the pins added 
 or all pins if any was removed.
 
 A mount's evictor knows only the names of other mounts' files, not their keys. So the catalog has a
-row with key and name of each retained file (`Catalog.retain`), written when a version of a pinned
-key is used or fetched. The row of a newer version replaces it.
+row with key and name of each *retained* file, one never to be evicted (`Catalog.retain`), written
+when a version of a pinned key is used or fetched. The row of a newer version replaces that row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def covers(pins: Container[int], key: str) -> bool:
 
 
 class Retention:
-    """The pins of one bucket in one cache directory, and the files retained for them.
+    """The pins of one bucket in one cache directory, and the files that they save from eviction.
 
     Pins are keys and prefixes without their last slash. `files` are the files in memory, by name.
     `leave_order` removes a file from the eviction order, `put_back` returns it if it may be
@@ -86,7 +86,7 @@ class Retention:
         return len(self._pins)
 
     def covers(self, key: str) -> bool:
-        """True if a pin covers a key, so that its files are retained."""
+        """True if a pin covers a key, so that the cached files of the key are not evicted."""
         return bool(self._pins) and covers(self._pins, key)
 
     def pins_above(self, key: str) -> list[str]:
@@ -94,7 +94,7 @@ class Retention:
         return sorted(pin for pin in above(key) if hash(pin) in self._pins)
 
     def covered(self, keys: Iterable[str]) -> set[str]:
-        """Return the keys that a pin covers, after reading the catalog's current pins. Blocks."""
+        """Read the catalog's pins, and return those of the keys that a pin covers. Blocks."""
         self.refresh_now()
         return {key for key in keys if self.covers(key)}
 
@@ -191,7 +191,7 @@ class Retention:
     # The files
 
     async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
-        """Remove the wanted pins at and below a path, and release their files; return how many.
+        """Remove the wanted pins at and below a path; their files may be evicted. Return how many.
 
         Can't be cancelled. A process that is killed may have removed some of the pins.
 
@@ -211,7 +211,7 @@ class Retention:
         return count
 
     async def release_unused(self, key: str, before: float) -> None:
-        """Release files at and below a key that were last retained before `before` (epoch s)."""
+        """Let files at and below a key be evicted if last retained before `before` (epoch s)."""
         await self._writer.release(key, lambda _keys: (), before)
 
     async def release_file(self, file: CacheFile) -> None:
@@ -223,7 +223,7 @@ class Retention:
         self.note(file, is_retained=False)
 
     def retain_again(self, file: CacheFile) -> None:
-        """Retain a file, whose version is the bucket's current one, if a pin covers its key."""
+        """Exclude a file, which has the bucket's version, from eviction if a pin covers its key."""
         if file.version is not None and self.covers(file.version.key):
             self.retain(file, file.version.key)
 
@@ -238,7 +238,7 @@ class Retention:
             self.note(file, is_retained=False)
 
     async def learn(self) -> None:
-        """Read from the catalog which files in memory are retained, also by other mounts."""
+        """Read from the catalog which files in memory any mount has excluded from eviction."""
         await self.refresh()
         await self._writer.record()
         files = list(self._files.values())

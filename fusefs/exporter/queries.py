@@ -93,10 +93,10 @@ def _ask(target: Target, timeout_s: float) -> MountAnswer:
 def samples_of(
     name: str, metric: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], float]]:
-    """Yield a metric's samples as (name, labels, value); a histogram has buckets, sum and count.
+    """Yield a metric's samples as (name, labels, value); for a histogram: buckets, sum and count.
 
     Raises:
-        MALFORMED: the metric has another form.
+        MALFORMED (a tuple of errors): `metric` lacks a field, or has one of another type.
     """
     for sample in metric["samples"]:
         labels = sample["labels"]

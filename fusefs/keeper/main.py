@@ -41,13 +41,13 @@ MOST_FAILURES = 10
 
 
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
-    """Make a keeper that has started its first daemon, or has adopted one that serves already.
+    """Make a keeper for a daemon: one that serves already, or a new one, which is started here.
 
-    With `fuse_fd` in `given` the mount exists. If the supervisor has the mount's daemon, it is
-    adopted; else a new daemon is started, unless another daemon `goes_on` serving.
+    With `fuse_fd` in `given` the mount exists. If the supervisor has the mount's daemon, the keeper
+    takes this daemon over; else it starts one, unless another daemon `goes_on` serving.
 
     Raises:
-        OSError: no daemon was adopted or could be started.
+        OSError: the keeper has no daemon.
         BecomeBroker: in the forked child.
     """
     state = KeeperState(Program(given["command"], given["settings"]))
@@ -78,7 +78,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
-    """Adopt the daemon that lost its keeper; None if there is none, OSError if that is unknown."""
+    """Take over a daemon that lost its keeper; None without such a daemon, OSError if unknown."""
     if configuration.supervisor is None:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -4,7 +4,7 @@ The supervisor (`csi.daemons.supervisor`) listens on a named AF_UNIX, SOCK_SEQPA
 socket that only root can connect to. A keeper makes one connection for each daemon
 that it starts. Over it the keeper sends signals to the daemon, which may be in another
 PID namespace, and learns when the daemon ends. When the connection closes, the keeper
-is gone: the daemon goes on without a keeper, until another adopts it.
+is gone: the daemon goes on without a keeper, until a new keeper sends ADOPT.
 
 The supervisor is also the descriptor store. A FUSE mount lives for as long as any
 process holds its /dev/fuse descriptor. The keeper opens it; after mounting, the

@@ -2,10 +2,10 @@
 
 The runtime directory has one directory for each mount, named by a hash of the
 mountpoint, with `mount.json` (the daemon's process) and `status.sock` (see `control`).
-It is /run/fusefs for root, and $XDG_RUNTIME_DIR/fusefs or /tmp/fusefs-UID for other
-users, whose mounts are searched in all these places. The kernel's table
-(linux/mountinfo.py) tells what is mounted. No function here or in the commands stats
-or opens a mountpoint, because the call would block while the mount's daemon hangs.
+Root's is /run/fusefs. Another user's is $XDG_RUNTIME_DIR/fusefs or, without this
+variable, /tmp/fusefs-UID; a search looks in both, and in /run/user/UID/fusefs. The
+kernel's table (linux/mountinfo.py) tells what is mounted. This module and the commands
+never call stat(2) or open(2) on a mountpoint: both block while the mount's daemon hangs.
 
 A record identifies its daemon by pid and start time, as another process may get the
 pid later. The next process that finds the record of a dead daemon removes it.

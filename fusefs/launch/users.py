@@ -44,7 +44,7 @@ _HOME_BOUND = ("sso_", "credential_process", "web_identity_token_file")
 
 
 class UserError(Exception):
-    """The daemon cannot run as the user of the settings; the message is for the user."""
+    """The daemon cannot run as the user that `--user` names; the message is for the terminal."""
 
 
 @dataclass(frozen=True, slots=True)

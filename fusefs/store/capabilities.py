@@ -68,10 +68,7 @@ def load(directory: Path, identity: str) -> Capabilities | None:
 
 
 def save(directory: Path, identity: str, found: Capabilities) -> None:
-    """Save the capabilities of a bucket atomically. Blocks.
-
-    An error of the disk is only logged; the next mount then probes the store again.
-    """
+    """Save a bucket's capabilities atomically; an error of the disk is only logged. Blocks."""
     text = json.dumps(asdict(found))
     try:
         files.replace(_path(directory, identity), text, suffix=f".{os.getpid()}")

@@ -6,7 +6,7 @@ A request whose sender has timed out or died may still be executed, seconds late
   knew. If the key has another object, the server answers 412, and a HEAD shows that object.
 - A token in the object's metadata (`fusefs-change`: the mount that made the change, and its
   number) shows if that object is an earlier, successful attempt of the same change. If not, another
-  client wrote it: its ETag is adopted, and the change repeated over it. The last to close wins.
+  client wrote it: the change is repeated on the condition of that ETag. The last to close wins.
 
 Every PUT, every multipart upload and every copy that replaces the metadata carries a token. A
 caller that needs to know the token before the request is sent takes the next one (`Write.token`).

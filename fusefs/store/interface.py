@@ -238,9 +238,9 @@ class Sink(Protocol):
         """Write bytes of the object, from `offset` on, that do not come from an engine's thread."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
-        """Record that all requested bytes before `stop` are written; `sums` has the new CRC32s.
+        """Record that all requested bytes before the object's offset `stop` are written.
 
-        Each sum is (start, stop, CRC32); it ends at a multiple of a mebibyte or at the last byte.
+        `sums` has (start, stop, CRC32) of new ranges, each up to a multiple of a MiB or the end.
         """
 
 

@@ -40,7 +40,10 @@ def open_or_create(disk: Disk, catalog: Catalog, file: CacheFile) -> OpenFile:
 def _candidates(
     catalog: Catalog, file: CacheFile
 ) -> Iterator[tuple[str, int, bytes | None, float]]:
-    """Yield the files to try: (generation, st_ino, ranges or None if as in `file`, last use)."""
+    """Yield (generation, st_ino, packed ranges, last use) of each file on disk that may be opened.
+
+    First `file` itself, if it has a generation, with None for its ranges; then the catalog's file.
+    """
     if file.generation:
         yield file.generation, file.st_ino, None, file.used_at
     row = catalog.find(file.name)

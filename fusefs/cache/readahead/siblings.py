@@ -5,8 +5,8 @@ are fetched ahead: first the files after the opened one in the listing, then fro
 start. Once enough such files were opened, the first miss in another folder suffices, and when a
 folder was fetched whole, the next folder is begun.
 
-Each opened file lets more files be fetched ahead and unread, each file evicted unread fewer,
-so a program that reads a few files of a large folder causes little waste. The
+Each opened file raises the number of files that may be fetched ahead and unread, each file evicted
+unread lowers it, so a program that reads a few files of a large folder causes little waste. The
 number of parallel downloads follows from the latency: enough to keep the daemon busy. If readers
 wait for more downloads than that, nothing is fetched ahead, as it would make them wait longer.
 """

@@ -77,7 +77,7 @@ class Readahead:
         self._jumped(stop)
 
     def _jumped(self, stop: int) -> None:
-        """Begin a new stretch after a read, up to `stop`, that continues no known stretch."""
+        """Begin a new window at `stop`, the end of a read that continues no other window."""
         self._stretches += 1
         if not self._has_several:
             # Probably the same reader at another place, not one more reader.
@@ -183,7 +183,7 @@ class RandomReads:
     def waited(self, began: float, ended: float, *, are_long: bool) -> None:
         """Count the time a read has waited; time in which several reads wait counts once.
 
-        `are_long` says that the stretches read are long, so the whole file will probably be read.
+        `are_long`: the ranges read in order are long, so the whole file will probably be read.
         """
         self._waited_s += max(0.0, ended - max(began, self._until))
         self._until = max(ended, self._until)

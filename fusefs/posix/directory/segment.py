@@ -88,7 +88,7 @@ class Segment:
         return self.start < position and (self.stop is None or position <= self.stop)
 
     def answer(self, name: str) -> tuple[Entry | Absent, float] | None:
-        """The entry (or ABSENT) of a name within the segment, and its expiry; None if doubtful."""
+        """Return a name's entry (or ABSENT) and expiry time; None if the segment can't tell."""
         found = self.entries.get(name, ABSENT)
         if found is ABSENT and name in self.doubtful:
             return None

@@ -289,7 +289,7 @@ class UncertainKeys(UnansweredChanges):
         return self.directory / f"{entry.number}.{time.time_ns()}-{self._sequence}"
 
     def forget(self, entry: UncertainKey) -> None:
-        """Drop a key, with its record and content: it is certain again, or another client's."""
+        """Stop checking a key: remove its entry, and its record and content from the disk."""
         entry.is_over = True
         self._wake_waiter(entry)
         if self._entries.get(entry.key) is entry:

@@ -109,7 +109,11 @@ class PrefixCopy:
     async def _list_both(
         self,
     ) -> tuple[list[ObjectInfo], dict[str, ObjectInfo], list[tuple[ObjectInfo, ObjectInfo]]]:
-        """List both prefixes; return old objects, new ones by old key, and (source, copy) pairs."""
+        """List both prefixes; return all objects below `old`, all below `new`, and the copies.
+
+        The second result maps each object's key, with `old` in place of `new`, to the object. The
+        third has a pair (source, copy) for each object below `new` that may be a copy (`_is_copy`).
+        """
         listed = await list_all(self._store, self.old)
         below = await list_all(self._store, self.new)
         there = {self.old + info.key[len(self.new) :]: info for info in below}

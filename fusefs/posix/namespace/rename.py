@@ -432,7 +432,7 @@ class NameChanges(CreateRemove):
             return None
 
     async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
-        """Remove a failed rename's copy if it `may_go`; else it stays, and listings show it."""
+        """Delete a failed rename's new object `made` if it `may_go`; else record that it exists."""
         if rival is not None:
             rival.etag = made.etag
         elif not may_go:

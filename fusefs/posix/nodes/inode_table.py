@@ -91,7 +91,7 @@ class InodeTable:
         return list(self.by_id.values())
 
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
-        """Give a restored node its parent; a name's newest `is_current` node becomes current."""
+        """Set a restored node's parent. Lookups of a name find its newest `is_current` node."""
         parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
         rival = parent.children.get(inode.name)

@@ -125,7 +125,10 @@ class Reader(MountPart):
     def _answer_now(
         self, handle: FileHandle, offset: int, size: int, *, in_file: bool
     ) -> memoryview | InFile | None:
-        """Answer from a file that has the bytes; None if the page cache lacks some of them."""
+        """Return bytes present in a handle's cache file; None if the page cache lacks some.
+
+        With `in_file` the answer for a large range is an `InFile`: the session reads the bytes.
+        """
         if in_file and handle.file.fd >= 0 and LONGEST_COPIED < size <= MAX_READ:
             return InFile(handle.fh, handle.file, offset, size, self._nowait)
         return self._read_now(handle.file, offset, size)

@@ -97,10 +97,7 @@ class ConnectionBudget:
         return max(1, int(self._allowed))
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
-        """Return an `async with` context that waits for a connection and gives it back at the end.
-
-        `key` is the key of the object that the request is about.
-        """
+        """Return an `async with` context that waits for, and then holds, a connection for `key`."""
         return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:

@@ -35,10 +35,7 @@ RENEW_EVERY = 32  # samples; sorting them takes 40 us
 
 
 class Hedging:
-    """First-byte times of one store's small GETs, and the delay before a second GET is sent.
-
-    Belongs to the event loop.
-    """
+    """First-byte times of a store's small GETs, and second GETs' delay. For the event loop."""
 
     def __init__(self, connections: ConnectionBudget, counted: Counter[str]) -> None:
         self._connections = connections

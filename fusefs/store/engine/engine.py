@@ -331,8 +331,8 @@ def _flat(request: Request) -> tuple[object, ...]:
 class Engine:
     """Sends requests by libcurl. Belongs to the event loop.
 
-    Its threads start with the first request, so that a process may fork before. `nursery` runs the
-    engine's task, and those of higher layers that send by it.
+    The engine's threads start with the first request, so that a process may fork before. `nursery`
+    runs the engine's task, and the tasks of the layers above that send requests by the engine.
     """
 
     def __init__(self, nursery: trio.Nursery, max_connections: int) -> None:

@@ -30,7 +30,7 @@ class ServerClock:
     def corrects(
         self, status: int, code: str, headers: Mapping[str, str], signed_offset_s: float
     ) -> bool:
-        """Adopt S3's time from a refusal; return False if a wrong clock was not its reason.
+        """Use S3's time from a refusal; return False if the refusal was not for a wrong clock.
 
         `signed_offset_s` is the `offset_s` with which the request was signed.
         """

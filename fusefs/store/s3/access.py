@@ -74,7 +74,7 @@ _UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an
 
 
 class Access:
-    """The credentials of one bucket's requests, and their address; only `keys` changes."""
+    """The credentials and address of requests to one bucket; `renew` changes `keys` alone."""
 
     def __init__(self, settings: S3Settings, clock: ServerClock | None = None) -> None:
         """Find the credentials and the address. Blocks.
@@ -136,7 +136,7 @@ class Access:
         return needs_refresh is not None and bool(needs_refresh(seconds))
 
     def renew(self) -> None:
-        """Take the credentials' current keys; botocore renews them if need be. Blocks.
+        """Set `keys` from the credentials, which botocore renews first if need be. Blocks.
 
         Raises:
             Exception: any exception that botocore raises if it gets no new keys.

@@ -2,7 +2,7 @@
 
 `Fence.over` sends a change with a strict condition. If the server refuses it (412), a HEAD shows
 the object that is there. If the object has this change's token, the first answer was lost; else the
-object's ETag is adopted, and the change is sent again over that object.
+change is sent again, on the condition that the key has that object's ETag.
 
 Conditions are sent to every store, but relied on only if the store is known to honour them
 (store/probing.py). A condition that the store does not implement is omitted from then on.

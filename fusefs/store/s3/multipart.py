@@ -420,7 +420,7 @@ class Upload:
     def _call(
         self, operation: str, method: str, query: Mapping[str, Any] | None = None, **more: Any
     ) -> Call:
-        """Make a request about this upload."""
+        """Return a `Call`, not sent yet, about this upload; `more` are fields of the `Call`."""
         query = {**(query or {}), "uploadId": self._state.upload_id}
         return Call(operation, method, self._state.key, query, **more)
 

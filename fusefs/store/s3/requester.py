@@ -161,7 +161,7 @@ Hedge: TypeAlias = Callable[[Engine, Request], Awaitable[Completion]]
 
 
 class ChangeUnderWay:
-    """A change of some keys; doubtful once an attempt was cancelled or got no answer."""
+    """A change of some keys; `is_doubtful` once an attempt was cancelled or got no answer."""
 
     __slots__ = ("is_doubtful", "keys")
 
@@ -389,7 +389,7 @@ class Requester:
         return error
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
-        """Mark changes of the call's key doubtful if the attempt got no answer or was cancelled."""
+        """Set `is_doubtful` of the key's changes if the call got no answer or was cancelled."""
         if call.operation in _WRITES and (failure is None or failure.status in _NO_ANSWERS):
             for change in self.changes:
                 change.is_doubtful |= call.key in change.keys
