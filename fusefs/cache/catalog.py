@@ -127,12 +127,12 @@ class Row:
 
 # A range of keys [first, stop). SQLite orders bytes after all text, so b"" as stop is no limit.
 KeyRange = tuple[str, str | bytes]
-# Returns those of the given keys whose files stay retained.
+# Returns those of the given keys whose files stay excluded from eviction.
 Stay = Callable[[Collection[str]], Collection[str]]
 
 # How long to wait for another mount that locks the database.
 BUSY_S = 30.0
-# Keys of retained files that one query reads.
+# Rows of the table `retained` that one query reads.
 RETAINED_PAGE = 5000
 # Rows that one query reads.
 PAGE = 1000

@@ -70,7 +70,7 @@ class CatalogWriter:
         self._recording: set[CacheFile] = set()
         # Pending removals and renames of rows, in order.
         self._changes: list[Callable[[], object]] = []
-        # The names of files to retain, by key of the bucket `identity`.
+        # The names of files to exclude from eviction, by key of the bucket `identity`.
         self._retaining: dict[str, str] = {}
         self._being_retained: dict[str, str] = {}
         self._thread = trio.CapacityLimiter(1)

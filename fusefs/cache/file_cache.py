@@ -504,7 +504,7 @@ class FileCache:
                     await self.record()
                     if have_pins_changed:
                         await self.retention.learn()
-                    # If the pins have changed, the next round reads the retained files anew.
+                    # If the pins have changed, the next round reads anew which files they cover.
                     have_pins_changed = await self.retention.refresh()
                     if have_pins_changed:
                         ACTIVITY.note()

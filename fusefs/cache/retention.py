@@ -26,7 +26,7 @@ from fusefs.cache.catalog_writer import CatalogWriter
 
 Result = TypeVar("Result")
 
-# Files whose retention by other mounts is read with one call.
+# Files for which one call reads if a mount has excluded them from eviction.
 LOOKED_UP = 2000
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
@@ -198,7 +198,7 @@ class Retention:
         Raises:
             OSError: the catalog can't be written; another call finishes the rest.
         """
-        with trio.CancelScope(shield=True):  # otherwise files without a pin would stay retained
+        with trio.CancelScope(shield=True):  # else files without a pin might never be evicted
             count = 0
             for keys in key_ranges(path):
                 left: KeyRange | None = keys

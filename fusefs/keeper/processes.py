@@ -221,7 +221,7 @@ class ProcessTable:
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
         """Watch a daemon that serves already, and fork a broker for it."""
-        point_to_null(1)  # no launcher waits for an adopted daemon
+        point_to_null(1)  # no launcher waits for a daemon that was taken over
         self.current = daemon
         daemon.is_child = False
         daemon.deadline = time.monotonic() + self._configuration.hang_s

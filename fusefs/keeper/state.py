@@ -93,7 +93,7 @@ class KeeperState:
         self.fuse_fd = -1
         self.connection = 0  # 0: not mounted yet
         # True if the mount was made in the keeper's PID namespace, so that the pids in requests
-        # are valid there. False for an adopted mount, where this is unknown.
+        # are valid there. False for a mount that was taken over: unknown.
         self.is_ours = False
         self.has_served = False
         self.has_resend = False

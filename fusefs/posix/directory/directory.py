@@ -55,7 +55,7 @@ class Directory:
         return segment if segment.stop is None or position < segment.stop else None
 
     def holding(self, name: str) -> Segment | None:
-        """The segment within which a name lies, whether it exists or not; None if unknown."""
+        """The segment within which a name lies, even if the name is missing; None if unknown."""
         position = names.position(name)
         # A segment that starts exactly at the position does not hold it.
         index = bisect_left(self.segments, position, key=lambda segment: segment.start) - 1
@@ -64,7 +64,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """Mark a name's file as unknown in the segments' `pending`, where it may be outdated."""
+        """Set a name's entry in the segments' `pending`, maybe outdated, to None (unknown)."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:
@@ -73,7 +73,7 @@ class Directory:
                 segment.pending[name] = None
 
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Add `new`; return the replaced segments, and the added ones (their rests and `new`)."""
+        """Add `new`; return the removed segments, which it overlaps, and `new` with their rests."""
         gone = [old for old in self.segments if old.overlaps(new)]
         shown = [(old.start, old.stop, old.entries) for old in gone]
         if gone and shown != [(new.start, new.stop, new.entries)]:

@@ -74,7 +74,7 @@ class HeadPolicy:
     """The assumptions about the objects of one bucket. Belongs to the event loop.
 
     The changed directories are written to `record`, a file of the cache that each mount reads
-    at its start; if it is None, only this mount knows them.
+    at its start; if `record` is None, only this mount knows these directories.
     """
 
     def __init__(self, record: Path | None = None, *, is_read_only: bool = False) -> None:

@@ -9,8 +9,8 @@ Two things are fetched ahead: the page behind the one that a stream is reading, 
 when a program walks from one to the next (walk.py).
 
 If all segments together hold too many entries, the least recently used ones are dropped; a
-directory is kept as long as it has segments or is in use. An open directory stream uses pages that
-were valid when it was opened. Everything here belongs to the event loop.
+directory is remembered while it has segments or is in use. An open directory stream uses pages that
+were valid when the stream was opened. Everything here belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Directories:
 
     `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for ever);
     requests ahead run in `nursery`. When a directory turns out to have changed, its nodes in
-    `inodes` are doubted: their next opens ask the bucket. All listings together keep
-    `most_entries` at most. Methods that request a listing raise StoreError if that fails.
+    `inodes` are doubted: their next opens ask the bucket. All listings together have at most
+    `most_entries`. Methods that request a listing raise StoreError if the request fails.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The known entry of a name, with its time of validity; None if a request is needed."""
+        """The known entry of a name, and until when it is valid; None if a request is needed."""
         here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -142,7 +142,7 @@ class Directories:
     async def lookup(
         self, directory: Directory, name: str, *, is_opened: bool = False
     ) -> tuple[Entry | Absent, float]:
-        """Look up a name; return its entry, and the monotonic time until which that is relied on.
+        """Look up a name; return its entry, and the monotonic time until which it is relied on.
 
         If the bucket was asked, that time is later than the begin of this call. With
         `is_opened`, entries that are only shown, and not relied on, are requested again.
@@ -406,7 +406,7 @@ class Directories:
         self._add(directory, segment)
 
     def _doubt_undone(self, prefix: str, segment: Segment) -> None:
-        """Mark names as doubtful if a late request may have undone their objects."""
+        """Add to `segment.doubtful` the names whose objects a late request may have undone."""
         for expected in self._store.unanswered.expected_below(prefix):
             name = expected.key[len(prefix) :]
             listed = segment.entries.get(name, ABSENT)
@@ -461,7 +461,7 @@ class Directories:
             self._entries -= _size_of(oldest)
 
     async def _look_up_doubtful(self, directory: Directory, segment: Segment) -> None:
-        """Request each doubtful name of a segment by itself."""
+        """Ask the bucket for each of a segment's `doubtful` names, and add those that exist."""
         files = {}
         for name in sorted(segment.doubtful):
             found, _ = await self.lookup_by_name(directory, name)

@@ -8,8 +8,8 @@ A page starts and ends at keys, a segment at positions, and the two differ for f
 has the position `a/`, after `a-b`, as it has to be hidden if the prefix `a/` exists. Files whose
 position lies behind the end of a page are carried into the next segment (`pending`). A segment that
 was listed without its neighbour in front lacks the files carried from there: the few names that are
-its start, or prefixes of it, are `doubtful`. They have to be requested by name, or are carried on
-as doubtful if they stand behind the segment's end.
+its start, or prefixes of it, are `doubtful`: they may exist. They have to be requested by name, or
+are carried on as doubtful if they stand behind the segment's end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Segment:
     until `expires`; opens, missing names and streams rely on the segment until `sure_until`,
     `belief` seconds after its request at `fetched` (freshness.py). `hidden` has the files hidden
     by directories of the same name, by this name (None: such a file may exist). `has_hidden`:
-    some keys, these or others, may not be shown.
+    some keys of the page are not shown, those of `hidden` or others.
     """
 
     start: str
@@ -101,7 +101,7 @@ class Segment:
         return bisect_right(self.ordered, position, key=names.position)
 
     def resolve_doubts(self, found: dict[str, ObjectInfo]) -> None:
-        """Add the doubtful names that exist (`found`); no name is doubtful then."""
+        """Add `found`, the `doubtful` names that exist, to the entries; empty `doubtful`."""
         # A name that is not doubtful any more was changed meanwhile.
         self.entries |= {name: info for name, info in found.items() if name in self.doubtful}
         self.ordered = sorted(self.entries, key=names.position)

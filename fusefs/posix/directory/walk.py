@@ -73,7 +73,7 @@ class Walks:
 
     `fill(walk, prefix, page, fetched, has_own_key)` is called with each directory that flat
     pages have listed completely, as a page of its own, and returns its segment; `has_own_key`:
-    the page includes the key of the directory's marker, if it has one.
+    the page includes the key of the directory's marker, if the directory has a marker.
     """
 
     def __init__(

@@ -221,7 +221,7 @@ class Journal:
         self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """Log that a request is about to make a change; if resent, it may have made it already."""
+        """Log that a request will make a change, which may exist if the request is a resent one."""
         self._append(Kind.BEGUN, ID.pack(unique))
 
     @property

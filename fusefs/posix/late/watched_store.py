@@ -232,7 +232,7 @@ class WatchedStore:
         return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
 
     def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:
-        """Record the state of a key after a change; if it is certain by now, drop the content."""
+        """Record a key's state after a change; drop the content if the key is certain by now."""
         if not entry.is_over:
             self.uncertain_keys.expect(entry, state, content)
         elif content is not None:

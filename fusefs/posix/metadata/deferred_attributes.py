@@ -405,7 +405,7 @@ class DeferredAttributes:
     async def _may_come_back(self, entry: DeferredChange, error: StoreError) -> bool:
         """True if a late request may have undone a version, so that a repair will put it back.
 
-        The change then counts as failed for now; so it does if the HEAD fails.
+        The change then counts as failed for now, and also if the HEAD fails.
         """
         unanswered = self._store.unanswered
         if not unanswered.concerns(entry.key):

@@ -88,7 +88,7 @@ class Xattrs:
         return _headed(info, name)
 
     async def _get_later(self, inode: Inode, name: str) -> bytes:
-        """Get a property by a HEAD, whose answer is kept; ESTALE if the object was replaced."""
+        """Get a property by a HEAD, and store the answer; ESTALE if the object was replaced."""
         info = await self._store.head(inode.object.key)
         if info.version != inode.object.version:
             raise OSError(errno.ESTALE, "the object has been replaced")

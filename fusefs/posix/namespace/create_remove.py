@@ -131,7 +131,7 @@ class CreateRemove(MountPart):
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     async def file_now(self, inode: Inode) -> Inode:
-        """Return the node that a file's name has now: a write may have given the name a new one.
+        """Return a file name's present node: a write may have given the name a new node.
 
         For a file that this mount removed or replaced, return the file's `lead` node.
         """
@@ -316,7 +316,7 @@ class CreateRemove(MountPart):
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy `source`, after its repair if a late request undid it; return (source, copy)."""
+        """Copy `source`, repaired if a late request undid it; return (copied version, copy)."""
         until = trio.current_time() + PUT_BACK_S
         while True:
             try:

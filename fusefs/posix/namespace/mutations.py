@@ -307,7 +307,7 @@ def _is_left_behind(inode: Inode) -> bool:
 
 
 def _names_of(inode: Inode) -> tuple[Name, ...]:
-    """The (parent, name) to lock for a change of a node's attributes; none if it was removed."""
+    """The (parent, name) to lock for a change of a node's attributes; empty for a removed node."""
     return () if inode.parent is None or inode.is_removed else ((inode.parent, inode.name),)
 
 

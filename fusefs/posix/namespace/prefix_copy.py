@@ -258,7 +258,7 @@ def _depth(info: ObjectInfo) -> int:
 async def copy_current(
     store: Store, source: ObjectInfo, key: str, is_dated: IsDated, condition: Condition = None
 ) -> tuple[ObjectInfo, ObjectInfo]:
-    """Copy an object's latest version, with its modification time; return (version, copy)."""
+    """Copy an object's latest version, with its mtime; return (the copied version, the copy)."""
     write = Write(condition=condition, keeps_mtime=not is_dated(source))
     for _ in range(TRIES - 1):
         try:

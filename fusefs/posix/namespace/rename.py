@@ -360,7 +360,7 @@ class NameChanges(CreateRemove):
     async def _copy(
         self, source: ObjectInfo, new: Name, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy an object, which an earlier attempt may have moved; return its version and the copy.
+        """Copy an object, maybe moved by an earlier attempt; return (the copied version, the copy).
 
         The copy gets the attributes `meta`, or (None) the object's. If the object is another
         version than `source` by now, the present version is copied unchanged.

@@ -235,7 +235,7 @@ class RenameJobs:
         return [job.pending() for job in found]
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
-        """Record a rename, safe against a power cut, and keep `closure` closed until its end."""
+        """Record a rename, safe against a power cut; `closure` stays closed until it has ended."""
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)

@@ -142,7 +142,7 @@ class HandleTable:
         return (handle for handle in self.files.values() if handle.file is file)
 
     def former(self, parent: Inode, name: str) -> set[Inode]:
-        """The open nodes that a name had before its current one."""
+        """The open nodes for which a name stood earlier, before its present node."""
         return {
             handle.inode
             for handle in self.files.values()

@@ -88,13 +88,13 @@ class Attributes:
 class Inode:
     """The inode of one node id; there is one for each name that the kernel knows.
 
-    `info` is the object version (None for a directory); `children` holds the current inode of each
-    name (None for a file). `served` and `passthrough` count the open handles in each mode: one of
-    them is always zero, because the kernel refuses to mix them in one inode. A directory's handles
-    are all served, and its `marks` are the positions that the offsets of its entries refer to, with
-    their numbers (offsets.py). Opens trust the inode to be the current one of its name until
-    `valid_until`, and the kernel shows its attributes until `shown_until`, both in seconds of the
-    monotonic clock. `looked_up`: the kernel has looked the name up since the last open, and the
+    `info` is the object version (None for a directory). `is_current`: the name still stands for
+    this node; `children` has the current node of each name (None for a file).
+    `served` and `passthrough` count the open handles in each mode: one count is always zero, as the
+    kernel refuses to mix modes in one inode. A directory's handles are all served; its `marks` are
+    the positions that offsets of its entries refer to, with their numbers (offsets.py). Opens trust
+    the node to be current until `valid_until`, the kernel shows its attributes until `shown_until`
+    (monotonic seconds). `looked_up`: the kernel has looked the name up since the last open, and the
     bucket has answered. `packed` is the session's own form of the attributes.
 
     `is_removed`: this mount removed the file's name, or gave it to another file. The nodes of
@@ -167,7 +167,7 @@ class Inode:
         log.node(self.nodeid, parent, *named, self.info, self.entries_changed_ns)
 
     def child(self, name: str) -> Inode | None:
-        """The current node of a name in this directory; None if the kernel does not know it."""
+        """The node that a name in this directory stands for; None if the kernel knows none."""
         return self.children.get(name) if self.children else None
 
     def keeps_pages(self) -> bool:
@@ -222,7 +222,7 @@ class LinkedNames:
     The bucket has one object for each link, with the same content and attributes. The nodes
     show one inode number and count each other as links: some programs check this after
     link(2) (git, locks by link). The first change of content or attributes through one name
-    separates it from the others, which get another number. A name that the kernel has
+    separates this name from the others, which get another number. A name that the kernel has
     forgotten, or that another client has replaced, becomes a file by itself.
 
     `give` gives a node another number; `changed` is called with each node that looks different.
@@ -277,7 +277,7 @@ class LinkedNames:
 class FileState(enum.Enum):
     """The state of a staged file; `StagedFile.is_dirty` tells whether an upload is needed.
 
-    OPEN       no close or fsync has told a program yet that the content is kept
+    OPEN       no close or fsync has told a program yet that the content is safe
     ABANDONED  as OPEN, but the last program that closed the file was killed
     CLOSED     a close or fsync of a program returned, or waits:
                the content is uploaded even if the mount ends
@@ -425,7 +425,7 @@ class StagedFile:
 
     @property
     def appended_from(self) -> int | None:
-        """The offset from which on the bucket lacks the content; None if it lacks more bytes."""
+        """The offset from which on the bucket lacks the content; None if it lacks earlier bytes."""
         if not self.only_appended:
             return None
         return self.kept_size if self.etag is not None else 0

@@ -44,7 +44,7 @@ CLOCKS_DIFFER_NS = 1_000_000_000
 
 
 class InodeTable:
-    """All inodes by node id, and the current one of each name.
+    """All inodes by node id, and by name the inode that the name stands for now.
 
     `prefix` is the mount's own prefix in the bucket ("" or ending in `/`).
     `ids_are_inos`: the session shows node ids as st_ino, so a new node's id is the stable
@@ -222,7 +222,7 @@ class InodeTable:
         return self.resolve(parent, name, info)
 
     def at(self, key: str) -> Inode | None:
-        """The current node of a key or of a directory's prefix; None if the kernel knows none."""
+        """The node that a key or a directory's prefix stands for; None if the kernel knows none."""
         path, inode = key[len(self.prefix) :].removesuffix("/"), self.root
         for name in path.split("/") if path else ():
             child = inode.child(name)

@@ -30,7 +30,7 @@ def code_of(name: bytes) -> int:
 
 
 def divided(offset: int) -> tuple[int, int] | None:
-    """Split an offset into mark and checksum; None if it is no such offset (".", "..")."""
+    """Split an offset into (mark's number, name's checksum); None for that of "." or ".."."""
     if not offset & _IS_OFFSET:
         return None
     return (offset & ~_IS_OFFSET) >> _CODE_BITS, offset & _CODE

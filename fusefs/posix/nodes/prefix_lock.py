@@ -124,7 +124,7 @@ class PrefixLock:
 
     @asynccontextmanager
     async def closed(self, *names: Name) -> AsyncIterator[Closure]:
-        """Close the prefixes of two names; they stay closed at the end if the closure `is_kept`."""
+        """Close two names' prefixes during the block, and after it if the closure `is_kept`."""
         closure = Closure(next(self._numbers), lambda: self._keys(names))
         self._closures.append(closure)
         try:

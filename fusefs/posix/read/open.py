@@ -196,11 +196,11 @@ class Opener(MountPart):
     async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open an old node for a program that has no name to look up.
 
-        The handle reads the old version if that is whole in the cache, else the
-        current version, if the node is not open.
+        The handle reads the node's old version if that is whole in the cache, else the
+        bucket's version, if no other handle has the node open.
 
         Raises:
-            OSError: ESTALE, neither is possible.
+            OSError: ESTALE, if the handle can read neither version.
         """
         file = self._cache.pin(inode.object.version)
         try:

@@ -1,8 +1,8 @@
 """READ of a served handle: from the page cache, the disk, or the bucket, in this order.
 
 Bytes in the page cache are returned at once, a thread reads bytes on the disk, and
-missing bytes are downloaded first. If the cache can't keep a version, its bytes are
-downloaded into memory ("past the cache").
+missing bytes are downloaded first. If the cache has no room for a version, or its disk
+fails, the version's bytes are downloaded into memory ("past the cache").
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Reader(MountPart):
             self._counters.cache_bytes += size
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
-        """Read past the cache; download some more bytes, and keep them for the next reads."""
+        """Read past the cache; download more bytes than asked, and store them for later reads."""
         self._counters.miss(stop - offset)
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)

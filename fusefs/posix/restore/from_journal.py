@@ -76,8 +76,8 @@ def _taken_out(
 def restore_table(inodes: InodeTable, state: KernelState) -> None:
     """Restore the nodes that the kernel knows from an earlier process.
 
-    If several nodes have one name, the youngest is current, unless the journal says that it was
-    replaced. No node counts as valid yet: an open asks the bucket.
+    A name of several nodes stands for the youngest one that the journal does not call replaced. No
+    node counts as valid yet: an open asks the bucket.
     """
     inodes.next_id = state.next_id
     inodes.numbers.adopt(state.numbers)

@@ -88,7 +88,7 @@ class AppendRuns:
         self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
 
     def closed(self, staged: StagedFile) -> float | None:
-        """Note a file's close; return the seconds until its upload, None: the close awaits it."""
+        """Note a file's close; return the seconds until its upload, None if the close waits."""
         nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
         count, begun, last = self._runs.pop(nodeid, (0, now, now))
         start = staged.appended_from if staged.etag is not None else None
@@ -396,7 +396,7 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Name a node after its object `info`; give its old name to `theirs` (None: no object)."""
+        """Name a node after `info`, its upload beside `theirs`; its old name is `theirs`' now."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
@@ -431,7 +431,7 @@ class Flusher(MountPart):
         self._directories.changed(*split_key(info.key), info, lasting=inode.staged is not None)
 
     def _return_to_cache(self, staged: StagedFile) -> None:
-        """Unstage an uploaded file, whose content gets cached, unless an open handle needs it."""
+        """Unstage an uploaded file and cache its content, unless an open handle needs the file."""
         inode = staged.inode
         if staged.is_dirty or inode.staged is not staged:
             return

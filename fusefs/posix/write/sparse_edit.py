@@ -44,7 +44,7 @@ class SparseEditor:
     async def copy(self, version: ObjectVersion, fd: int, size: int) -> EditBase | None:
         """Make the first `size` bytes of an object the content of an empty file.
 
-        Of a large object only the first page is downloaded, which shows that it still exists.
+        Of a large object only the first page is downloaded: it shows that the object still exists.
         Returns the base for the other bytes, which the caller passes to `drop` at the end, or None
         if the file has all bytes. Raises BaseLostError if the bucket no longer has the version.
         """

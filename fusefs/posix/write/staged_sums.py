@@ -1,9 +1,9 @@
 """Checksums of closed contents that the bucket does not have yet.
 
 Such a content may lie on the local disk for long, and is nowhere else. Its checksum is computed
-while its bytes are still in memory: at a close with local durability, and when an upload fails. It
-is kept in an attribute of the file, and compared before every upload. A content that differs is
-kept and not uploaded, until a program writes to the file again or removes it.
+while its bytes are still in memory: at a close with local durability, and when an upload fails. The
+checksum is stored in an attribute of the file, and compared before every upload. A content that
+differs is not uploaded, but stays until a program writes to the file again or removes the file.
 
 The attribute is removed before the content changes, so no file has the checksum of another content.
 An edit of a large object has no checksum, as bytes of the object may be downloaded into its file at

@@ -123,7 +123,7 @@ def may_tell_appended(record: bytes) -> bool:
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
-    """A content's size and time, if the bucket has it and any change would alter them; or None."""
+    """(size, time) of a content that the bucket has, if any change alters the pair; else None."""
     stamp = staged.stamp()
     # If true, a change from now on will show in the file's time.
     is_past = time.time_ns() - stamp[1] > TICK_NS

@@ -13,7 +13,7 @@ on the condition that this object is still there. If the bucket refuses the requ
 2. If the object was removed, the content is put as a new object.
 3. If the file was only appended to, the appended bytes are put behind the new object.
 4. If only attributes were changed, they are given up.
-5. Else the object is kept, and the content under a name of its own; the program gets ESTALE.
+5. Else the object stays, and the content is put under a key of its own; the program gets ESTALE.
 
 With `--conflict fail`, and for a file that is to be new (O_EXCL), only 1, 4 and 5 apply.
 """

@@ -193,10 +193,10 @@ class Writer(MountPart):
         return self.open_staged(inode, flags, caller)
 
     def _is_current(self, inode: Inode) -> bool:
-        """True if a program may change a node's content without a HEAD for its version before.
+        """True if a program may change a node's content without a HEAD for the bucket's version.
 
         True if programs here are changing the file or have removed it, if a GET will follow and
-        show the version, or if listings never expire. The bucket refuses an upload over another.
+        show the version, or if listings never expire. An upload over another version is refused.
         """
         info, staged = inode.info, inode.staged
         assert info is not None
@@ -325,7 +325,7 @@ class Writer(MountPart):
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Raise ESTALE if a node that `was_current` has lost its name to another node since."""
+        """Raise ESTALE if a node's name, which stood for it (`was_current`), has another node."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 

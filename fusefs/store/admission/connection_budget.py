@@ -186,7 +186,7 @@ class ConnectionBudget:
         return self.in_use < allowed
 
     def _admit(self) -> None:
-        """Give free connections to the waiters whose turn it is."""
+        """Give free connections to the next waiters."""
         while self.in_use < self.allowed:
             waiter = self._next()
             if waiter is None:

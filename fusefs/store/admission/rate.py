@@ -112,7 +112,7 @@ class Rate:
         self._unused_s = 0.0
 
     def _pass_unused(self, now: float) -> None:
-        """Skip the turns that no request has used in time, and count the skipped time."""
+        """Move `due` past the time in which no request was sent, and count this time."""
         unused_s = max(0.0, now - LATE_S - self.due)
         self._unused_s += unused_s
         self.due += unused_s

@@ -300,7 +300,7 @@ class AccessSource:
     """One store's access, renewed after a refusal. Belongs to the event loop.
 
     `access` is None while `connect` must still find it. `principal`, a stable name of the identity
-    without a secret, is set the first time. Requests under way keep an access that was replaced.
+    without a secret, is set the first time. A replaced access still serves requests under way.
     """
 
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:

@@ -161,7 +161,7 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy in one request, with the headers `kept` (None: all) and the metadata of `source`."""
+    """Copy in one request; `kept` are headers to set with the metadata (None: S3 copies both)."""
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,
