@@ -479,7 +479,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Kill a broker that hangs; of its messages, handle only those about registered files."""
+        """Kill a hanging broker; handle only its unread messages about registered files."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return

@@ -271,7 +271,7 @@ def _copy(
     start: int,
     stop: int,
 ) -> OSError | Sum | None:
-    """Compare the bytes [start, stop) of a file and pass them to `put`; return a fault or None."""
+    """Pass the bytes [start, stop) of a file to `put` in pieces; return the first fault or None."""
     for first, last, crc in _pieces(sums, run, start, stop):
         try:
             data = os.pread(source, last - first, first)

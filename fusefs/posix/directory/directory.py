@@ -26,9 +26,9 @@ class Directory:
     """The segments of one directory, in order and disjoint.
 
     `generation` grows with each change that a stream may show. `most_s` is the metadata TTL
-    of its pages. `changed` is the time of the last known change. `doubted` is the time of the last
-    sign of a change or change by this mount: pages requested before it are not relied on
-    (freshness.py). Times are seconds of the monotonic clock.
+    of its pages. `changed` is the time of the last known change. `doubted` is the time of this
+    mount's last change, or of the last sign of another's: pages requested before that time are not
+    relied on (freshness.py). Times are seconds of the monotonic clock.
     """
 
     prefix: str

@@ -92,7 +92,7 @@ class Walks:
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
     async def step(self, prefix: str, expect: Expect) -> None:
-        """Note that an unknown directory is about to be read; fill it if this is part of a walk."""
+        """Note that an unknown directory will be read; fill it if the read is part of a walk."""
         if len(prefix) <= len(self._top):
             return  # the mount may not be allowed to list keys outside its prefix
         parent = parent_of(prefix)

@@ -247,7 +247,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """Move a change of `key`, made during its rename, to the new object; drop it for None."""
+        """Move a change of `key`, made during the key's rename, to `info`, or (None) drop it."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
@@ -352,7 +352,7 @@ class DeferredAttributes:
             self._is_running = False
 
     async def _send_unattended(self, entry: DeferredChange, *, is_due: bool = False) -> None:
-        """Call `_send` in a task that no request waits for; `is_due`: it has a slot of `_due`."""
+        """Call `_send` in a task that no request waits for; with `is_due`, then release `_due`."""
         try:
             with unattended():
                 await self._send(entry)

@@ -270,7 +270,7 @@ class CreateRemove(MountPart):
             return linked
 
     async def _made_before(self, inode: Inode, key: str) -> ObjectInfo | None:
-        """Find the copy that a repeated request made before, by token or time; None if none."""
+        """Find the copy that a repeated request made before, by token or time; else None."""
         found = await find(self._store, key)
         if found is None:
             return None
@@ -478,7 +478,7 @@ class CreateRemove(MountPart):
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
     async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """Lock a node's staged file, if any, against writes and uploads; return it or None."""
+        """Lock a node's staged file against writes and uploads, and return it; None without one."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
             held = self._writer.uploads.held(staged)

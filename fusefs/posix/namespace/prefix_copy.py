@@ -89,7 +89,7 @@ class PrefixCopy:
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
-        """Find an earlier run's copies, for `undo`; except markers, none is after `until_ns`."""
+        """Find an earlier run's copies, for `undo`: markers, and objects not after `until_ns`."""
         listed, there, pairs = await self._list_both()
         for source, copy in pairs:
             if _is_marker(copy) or _is_until(copy, until_ns):
@@ -99,7 +99,7 @@ class PrefixCopy:
             self._may_lack_marker = True
 
     async def recall_sources(self, until_ns: int | None) -> None:
-        """Find the sources of an earlier run, to delete them: none is later than `until_ns`."""
+        """Find the sources of an earlier run, not later than `until_ns`, for `delete_sources`."""
         listed, _, pairs = await self._list_both()
         self.sources = {one.key: one for one, _ in pairs if _is_until(one, until_ns)}
         self.total = len(self.sources)

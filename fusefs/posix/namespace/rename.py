@@ -300,7 +300,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Update a renamed staged file: the ETag that it will replace, or that it was uploaded."""
+        """Update a renamed staged file: the ETag that its upload replaces, or the upload's end."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
@@ -339,7 +339,7 @@ class NameChanges(CreateRemove):
         return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
-        """Record that a file has the name of `rival`; at every moment one of the two has it."""
+        """Record that `staged` has the name of `rival`; at every moment one of the two has it."""
         if staged is not None:
             self._writer.staging.try_record(staged)
         if rival is not None:

@@ -176,7 +176,7 @@ class Inode:
         return keeps
 
     def part_names(self) -> None:
-        """Make this name a file of its own, as it is about to change and its hard links are not."""
+        """Separate this node, whose file is about to change, from the nodes of its hard links."""
         if self.links is not None:
             self.links.part(self)
 
@@ -465,7 +465,7 @@ class StagedFile:
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """The object's size and time (ns) for a change of its attributes; None if none is due."""
+        """(size, time in ns) for the object's change of attributes; None if no change is due."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None

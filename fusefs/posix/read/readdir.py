@@ -136,7 +136,7 @@ class DirectoryStreams(MountPart):
         )
 
     def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
-        """True if `directory` has the handle's present prefix: it was not renamed meanwhile."""
+        """True if `directory` has the handle's present prefix: no rename came in between."""
         return self._inodes.key(handle.inode) == directory.prefix
 
     def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:

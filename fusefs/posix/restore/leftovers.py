@@ -279,7 +279,7 @@ def _unlink(path: Path) -> None:
 
 
 def _younger(writer: Writer, key: str) -> StagedFile | None:
-    """The newer file that is staged under a key (the newest are staged first); None if none is."""
+    """The newer file that is staged under a key (the newest are staged first), or None."""
     inode = writer.inodes.at(key)
     return inode.staged if inode is not None and writer.inodes.key(inode) == key else None
 

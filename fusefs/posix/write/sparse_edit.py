@@ -70,7 +70,7 @@ class SparseEditor:
             await self.fill(base, fd, first, last)
 
     async def fill(self, base: EditBase, fd: int, start: int, stop: int) -> None:
-        """Download the pages of [start, stop) that a file lacks; BaseLostError if they are gone."""
+        """Download pages of [start, stop) that a file lacks; BaseLostError if the base is gone."""
         stop = min(-(-stop // PAGE) * PAGE, base.size)
         while missing := base.filled.first_missing(start // PAGE * PAGE, stop):
             first, last = missing

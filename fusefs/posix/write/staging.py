@@ -430,7 +430,7 @@ class Staging:
         return [path for path in others if not staging_record.is_recorded(path)]
 
     def set_aside(self, staged: StagedFile) -> Path:
-        """Release a file; return the new path of its content, from which no mount uploads it."""
+        """Release a file; return its content's new path, at which mounts ignore the content."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
         os.rename(staged.path, kept)
         self.release(staged)

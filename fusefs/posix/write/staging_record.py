@@ -87,7 +87,7 @@ def _brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """Read the record in a file's attribute, None if there is none; a brief one's key is None."""
+    """Read the record in a file's attribute, or None; the key in a brief record is None."""
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:

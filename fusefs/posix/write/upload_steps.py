@@ -219,7 +219,7 @@ class UploadSteps:
             raise failure
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
-        """Correct a new object's metadata if they have changed since its upload was begun."""
+        """Correct a new object's metadata if the file's have changed since the upload's begin."""
         sent, described = without_token(upload.state.metadata), staged.described()
         is_dated = object_metadata.read_time(sent) is not None
         wanted = described if is_dated else described.changed(mtime_ns=None)

@@ -295,7 +295,7 @@ class Uploader(UploadSteps):
             staged.lock.release()
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        """Upload a locked file; after a conflict send it anew, keep it apart or set it aside."""
+        """Upload a locked file; after a conflict send it anew, put it beside, or set it aside."""
         try:
             for is_last in (*(False,) * MOST_CONFLICTS, True):
                 if not staged.is_dirty:

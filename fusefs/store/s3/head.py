@@ -80,7 +80,7 @@ async def head(
 async def find(
     requester: Requester, key: str, size: int, metadata: Mapping[str, str], checksum: str
 ) -> ObjectInfo | None:
-    """Return the object `key` if the write with this metadata made it, else None.
+    """Return the object `key` if the write with this metadata made the object, else None.
 
     The token decides; without one, size, metadata and `checksum` (S3's CRC32 in base64) do.
 
