@@ -24,7 +24,7 @@ from csi.volume.options import NodeShares
 from fusefs.exporter.main import address_of
 from fusefs.launch.launcher import SupervisorAddress
 from fusefs.launch.registry import resolve as resolve_path
-from fusefs.linux.mountinfo import kernel_mounts
+from fusefs.linux.mountinfo import kernel_mounts, mount_above
 from fusefs.settings.memory import LEAST as LEAST_MEMORY
 from fusefs.settings.types import (
     CONNECTIONS,
@@ -89,7 +89,8 @@ class NodeConfiguration:
         """
         self.state_directory.mkdir(parents=True, exist_ok=True)
         self.state_directory.chmod(0o711)
-        if _file_system(self.state_directory) not in _MEMORY_SYSTEMS:
+        holding = mount_above(self.state_directory)
+        if holding is None or holding.filesystem not in _MEMORY_SYSTEMS:
             raise FailedPreconditionError(
                 f"--state-dir {self.state_directory}: credentials are kept there, so it has to be"
                 " on a tmpfs, like /run"
@@ -135,13 +136,6 @@ def check_disk(directory: Path, host_path: Path) -> None:
             f"--cache-dir {directory}: no disk is mounted at {host_path} of the host or above it,"
             " so the cache would fill the system's disk (--cache-host-path)"
         )
-
-
-def _file_system(directory: Path) -> str:
-    real = resolve_path(directory)
-    above = [one for one in kernel_mounts() if real.is_relative_to(one.mountpoint)]
-    # The last of several mounts on one path is on top.
-    return max(above, key=lambda one: len(one.mountpoint.parts)).filesystem if above else ""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fusefs.linux import fuse_connection, libc, sockets
 from fusefs.linux.capabilities import CAP_SYS_ADMIN
-from fusefs.linux.mountinfo import FILESYSTEM_TYPE, find_mount, kernel_mounts
+from fusefs.linux.mountinfo import FILESYSTEM_TYPE, find_mount, mount_above
 
 # The kernel's read-ahead for sequential readers; a new mount has 128. With 4096
 # and more, a first read was a fifth slower, because requests wait for each other.
@@ -119,7 +119,5 @@ def raise_read_ahead(mountpoint: Path) -> bool:
 
 def stack_depth(cache: Path) -> int:
     """Return the FUSE stack depth for backing files in `cache`: 2 on overlayfs, else 1."""
-    real = cache.resolve()
-    under = [mount for mount in kernel_mounts() if real.is_relative_to(mount.mountpoint)]
-    deepest = max(under, key=lambda mount: len(mount.mountpoint.parts), default=None)
-    return 2 if deepest is not None and deepest.filesystem == "overlay" else 1
+    holding = mount_above(cache.resolve())
+    return 2 if holding is not None and holding.filesystem == "overlay" else 1

@@ -1,5 +1,6 @@
 """What every CSI call goes through: codes, the log, the socket, and the command."""
 
+import contextlib
 import errno
 import logging
 import signal
@@ -21,9 +22,10 @@ from csi import errors, main
 from csi.errors import InvalidArgumentError
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identity import IdentityService
-from csi.node import config
 from csi.server import MAX_CALLS, Server
 from fusefs import __version__
+from fusefs.linux import libc
+from fusefs.linux.mountinfo import mount_above
 from fusefs.store import errors as store_errors
 from fusefs.store import unreachable
 from fusefs.store.engine.engine import Completion
@@ -373,9 +375,17 @@ def status_of(caplog: pytest.LogCaptureFixture, *arguments: str) -> int | str | 
 def test_credentials_are_not_kept_on_a_disk(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
-        if config._file_system(Path(directory)) == "tmpfs":
+    """Nor on one that is mounted on top of a tmpfs."""
+    with contextlib.ExitStack() as places:
+        directory, disk = (
+            places.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")) for _ in range(2)
+        )
+        if mount_above(Path(directory)).filesystem == "tmpfs":
             pytest.skip("/var/tmp is in memory")
+        for mount in (["-t", "tmpfs", "tmpfs"], ["--bind", disk]):
+            done = subprocess.run(["mount", *mount, directory], capture_output=True, check=False)
+            if done.returncode == 0:  # root may
+                places.callback(libc.umount, directory, libc.UMOUNT_NOFOLLOW)
         endpoint = f"unix://{directory}/csi.sock"
         given = ("node", "--endpoint", endpoint, "--node-id", "n", "--state-dir", directory)
         assert status_of(caplog, *given) == 1
