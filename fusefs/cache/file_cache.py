@@ -541,7 +541,7 @@ class FileCache:
         self._obsolete.append(version)
 
     async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
-        """Take `obsolete`'s versions that are cached, as (version, file); let files be evicted."""
+        """Return (version, file) of each cached version from `obsolete`; let files be evicted."""
         versions, self._obsolete = self._obsolete, []
         found = zip(versions, await self.look_up(versions), strict=True)
         copies = [(version, file) for version, file in found if file is not None]

@@ -47,7 +47,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     takes this daemon over; else it starts one, unless another daemon `goes_on` serving.
 
     Raises:
-        OSError: the keeper has no daemon.
+        OSError: no daemon was taken over or could be started.
         BecomeBroker: in the forked child.
     """
     state = KeeperState(Program(given["command"], given["settings"]))

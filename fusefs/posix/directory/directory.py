@@ -73,7 +73,7 @@ class Directory:
                 segment.pending[name] = None
 
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Add `new`; return the removed segments, which it overlaps, and `new` with their rests."""
+        """Add `new`. Return the overlapping segments, now removed, and `new` with their rests."""
         gone = [old for old in self.segments if old.overlaps(new)]
         shown = [(old.start, old.stop, old.entries) for old in gone]
         if gone and shown != [(new.start, new.stop, new.entries)]:

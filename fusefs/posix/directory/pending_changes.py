@@ -57,7 +57,7 @@ class PendingChanges:
 
     @contextmanager
     def listing(self) -> Iterator[float]:
-        """Remember all changes during the block, which requests a listing; yield its begin."""
+        """Remember all changes during the block, which requests a listing; yield its start time."""
         number = next(self._numbers)
         self._listings[number] = time.monotonic()
         try:
