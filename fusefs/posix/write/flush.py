@@ -396,7 +396,7 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Name a node after its upload `info`; its old name is for `theirs`, or no object (None)."""
+        """Name a node after its upload `info`; its old name is for `theirs` or no object (None)."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
