@@ -308,6 +308,7 @@ def tokens_of_pods(cluster: Cluster) -> str:
         space.goes_on("load")
         space.apply(pod(cluster.image, "stranger", "ls /v", by_claim("c"), node=node.name))
         until(lambda: "access denied" in space.kubectl("get", "events"), "the stranger is refused")
+        space.kubectl("delete", "pod/stranger")
         sums = "sha256sum /run/fusefs-csi/*/*/token | sort"
         before = node.output(sums)
         # Kubelet keeps a token for 48 minutes, but not over its own end.

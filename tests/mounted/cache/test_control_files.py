@@ -83,6 +83,7 @@ def test_a_program_gives_a_plan_by_a_file_and_has_paths_warmed(
     assert told(here)["plans"][0]["in_time"] == len(FILES)
     fusefs("drop", here.path)
     assert write(control(here) / "warm", b"train\nno/such\n") == ""
+    until(lambda: told(here)["warming"], "it is begun")
     until(lambda: told(here)["warming"][-1]["state"] == "ended", "it is warmed")
     job = told(here)["warming"][-1]
     assert (job["done_files"], job["failed_files"]) == (len(FILES), 1)

@@ -106,7 +106,7 @@ async def test_a_large_block_is_handed_on_as_it_comes(
     assert b"".join(taken) == body
     assert len(taken) > 1
     taken.clear()
-    faulty.add("GET", "blocks/*", cut_after=2 << 20)
+    faulty.add("GET", "blocks/*", cut_after=2 << 20, times=1)
     with pytest.raises(AttemptError):
         await remote.get(block.name, 0, len(body), take, sent=lambda: None, priority=demanded)
     assert b"".join(taken) == body[: sum(map(len, taken))]
