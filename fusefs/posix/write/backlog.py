@@ -93,7 +93,12 @@ class Backlog:
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
-        """Try once to send all changes but open files, within `limit_s`; unsent ones are kept."""
+        """Try once to send all changes but open files, within `limit_s`; unsent ones are kept.
+
+        The mount has ended, and with it RELEASE requests that the kernel had not sent yet.
+        """
+        for staged in self._staging:
+            staged.note_stores()
         finished = [
             file for file in self._staging.pending if file.is_closed or not file.inode.is_open
         ]
@@ -107,7 +112,10 @@ class Backlog:
                 await self._deferred.drain()
                 await self._removals.drain()
                 nursery.cancel_scope.cancel()
-        for staged in self._staging.pending:
+        for staged in self._staging:
+            if not staged.is_dirty:
+                self._staging.release(staged)
+                continue
             if staged in finished:
                 staged.close()
                 self._staging.try_record(staged)
