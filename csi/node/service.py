@@ -343,10 +343,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # records of an earlier mount
         location.store.check_address()
+        # The claim waits for the reconciler, which removes directories of earlier mounts.
         with (
-            self._claims.claim(
-                key, ends
-            ),  # waits for the reconciler, which removes directories of earlier mounts
+            self._claims.claim(key, ends),
             self._mounts.records.one_more(self._configuration.most_volumes),
         ):
             domain = self._domains.claim(name)
