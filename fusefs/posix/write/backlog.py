@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -114,7 +115,8 @@ class Backlog:
                 nursery.cancel_scope.cancel()
         for staged in self._staging:
             if not staged.is_dirty:
-                self._staging.release(staged)
+                with suppress(OSError):  # the disk fails; the next mount finds the file
+                    self._staging.release(staged)
                 continue
             if staged in finished:
                 staged.close()

@@ -45,6 +45,18 @@ async def upload_all(process: Process) -> None:
         await process.writer.uploads.wait(staged)
 
 
+async def test_a_mount_that_ends_before_a_release_leaves_nothing_that_is_uploaded(
+    mount: MortalMount,
+) -> None:
+    """The kernel drops RELEASE requests that it has not sent; what is not closed stays."""
+    async with mount.serving() as process:
+        await process.writer.flusher.flush(await process.create("sent", b"content"))
+        await process.create("open", b"never closed")
+        await process.writer.backlog.drain(1)
+        assert [staged.key for staged in process.writer.staging] == ["open"]
+    assert mount.store.contents() == {"sent": b"content"}
+
+
 @pytest.mark.parametrize("size", [10, 3000])
 @pytest.mark.parametrize(
     ("owner", "step"), [(Staging, "take_up"), (Staging, "record"), (Path, "unlink")]
