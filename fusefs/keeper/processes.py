@@ -196,6 +196,7 @@ class ProcessTable:
         self._spare: BrokerHandle | None = None
         self._unreaped: dict[int, float] = {}  # pid to the time of its start or kill
         self._tasks: dict[str, int] = {}  # name to pid
+        self._next_tasks: dict[str, Callable[[], None]] = {}
 
     # --- beginning ---
 
@@ -299,8 +300,9 @@ class ProcessTable:
             self._spare.channel.close()
 
     def run_in_child(self, name: str, work: Callable[[], None]) -> None:
-        """Call `work`, which may block, in a forked child, unless the last child `name` runs."""
+        """Call `work`, which may block, in a forked child, after the last child `name` has ended."""
         if self._tasks.get(name) in self._unreaped:
+            self._next_tasks[name] = work
             return
         try:
             pid = os.fork()
@@ -331,6 +333,8 @@ class ProcessTable:
         for pid in list(self._unreaped):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._unreaped[pid]
+        for name in [name for name in self._next_tasks if self._tasks[name] not in self._unreaped]:
+            self.run_in_child(name, self._next_tasks.pop(name))
         for daemon in (self.current, self.incoming):
             if daemon is not None and now >= daemon.deadline:
                 self._overdue(daemon, now)
