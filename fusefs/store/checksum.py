@@ -5,8 +5,8 @@ zlib if ISA-L cannot be imported.
 
 S3 returns checksums only to a GET of the whole object that asks for them, not with a range
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html). AWS computes
-a CRC64NVME for objects sent without one. The checksum of a multipart upload may be composed of its
-parts', without which it says nothing. CRC32C and CRC64NVME are computed only with awscrt.
+a CRC64NVME for objects sent without one. The checksum of a multipart upload may be composed of the
+checksums of its parts; it is not compared then. CRC32C and CRC64NVME are computed only by awscrt.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from fusefs.store.s3.multipart import Upload
 class Store(Source, Protocol):
     """One bucket. All methods raise `StoreError`. `tokens` mark the mount's changes (fencing.py).
 
-    A caller that determines the result of an earlier change also consults `unanswered`.
+    `unanswered` has the changes that S3 may still carry out, which may replace what it shows now.
     """
 
     tokens: TokenSource
@@ -40,7 +40,7 @@ class Store(Source, Protocol):
         max_keys: int = 1000,
         sorts: bool = True,
     ) -> ListPage:
-        """Return one page of the keys that start with `prefix`, after the full key `start_after`.
+        """Return a page of the keys that start with `prefix` and come after the key `start_after`.
 
         If the store lists in no order, the whole folder is listed and sorted first
         (store/s3/sorted_listing.py); if `sorts` is False, the store's page is returned unsorted,
@@ -67,7 +67,7 @@ class Store(Source, Protocol):
             ConflictError: the condition does not hold; `.errno` is EEXIST for IF_ABSENT and ESTALE
                 for IfMatch.
             CredentialsError: the credentials were not renewed in the retry time.
-            UnsupportedError: the store refuses such conditions (others ignore them: probing.py).
+            UnsupportedError: the store refuses such conditions; others ignore them (probing.py).
             ValueError: the metadata can't be sent.
         """
 
@@ -105,10 +105,10 @@ class Store(Source, Protocol):
         """Copy exactly `source` to `key` on the server, whatever its size.
 
         Content type, storage class, tags and other properties are kept. User metadata and the token
-        are kept unless `write` has others; then `key` may be the source's. The copy may have
-        another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD; fields that
-        it lacks are missing from the result too. A store that does not implement conditions for
-        copies copies unconditionally.
+        are kept unless `write` has new ones, with which `key` may also be the source's. The copy
+        may have another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD;
+        fields that it lacks are missing from the result too. If the store does not implement
+        conditions for copies, the copy is unconditional.
 
         Raises:
             ConflictError: the strict condition does not hold; `ExistsError` for IF_ABSENT.

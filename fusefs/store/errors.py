@@ -57,7 +57,7 @@ class CredentialsError(AccessDeniedError):
 
 
 class MisconfiguredError(StoreError):
-    """There is no such bucket, or these settings make every request impossible."""
+    """The bucket does not exist, or the settings make every request impossible."""
 
     code = ErrorCode.INVALID
 

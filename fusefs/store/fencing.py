@@ -41,7 +41,7 @@ class ChangeToken(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> ChangeToken | None:
-        """Parse a token that `str` has written; None if the text is no token."""
+        """Parse the text of a token, as `str(token)` gives it; None if the text is no token."""
         found = _TOKEN.fullmatch(text)
         return ChangeToken(found[1], int(found[2])) if found else None
 

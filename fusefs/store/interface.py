@@ -245,7 +245,7 @@ class Sink(Protocol):
 
 
 class UploadLog:
-    """The record of the multipart uploads of `put_file` and `copy`; this class records nothing."""
+    """Base class of logs of `put_file`'s and `copy`'s multipart uploads; records nothing itself."""
 
     def begun(self, key: str, upload_id: str) -> None:
         """Record an upload that has begun: if this process dies, its successor has to abort it."""
@@ -319,7 +319,7 @@ class UnansweredChanges:
 
     @property
     def unsettled_s(self) -> float:
-        """Seconds for which S3 may still receive requests of a process that was killed."""
+        """Seconds for which requests of a killed process may still reach S3."""
         return 0.0
 
     def concerns(self, key: str) -> bool:
@@ -347,14 +347,14 @@ class UnansweredChanges:
         return []
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
-        """Return the keys, below a prefix, of which the last change is unanswered."""
+        """Return the keys below a prefix whose last change got no answer."""
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        """Expect the object `found` at `key`: a repeated request found its change already made."""
+        """Record `found` as the right object of `key` (None: no object); a repeated change saw it."""
 
     def renamed_below(self, prefix: str) -> None:
-        """Expect no objects below a prefix from now on: the directory was renamed."""
+        """Record that there should be no objects below a prefix: the directory was renamed."""
 
     async def restored(self, key: str) -> ObjectInfo | None:
         """Check a key now, and redo a change that was undone; return the key's object, or None."""

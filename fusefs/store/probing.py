@@ -83,7 +83,7 @@ class Prober:
             self._fence.capabilities = found
 
     async def require_strict(self) -> None:
-        """Check that the store can do `--conflict fail`; probe first if that is unknown.
+        """Check that the store honours what `--conflict fail` needs; probe first if unknown.
 
         Raises:
             UnsupportedError: the store is known to ignore conditions.

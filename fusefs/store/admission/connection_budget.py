@@ -61,7 +61,7 @@ class _Queue:
             del self._of[waiter.key]
 
     def take(self, waiter: _Waiter) -> None:
-        """Remove the next waiter; its object's other waiters go behind those of other objects."""
+        """Remove the waiter whose turn has come; the other waiters of its object go to the back."""
         self.remove(waiter)
         if waiter.key in self._of:
             self._of.move_to_end(waiter.key)
@@ -125,7 +125,7 @@ class ConnectionBudget:
     async def acquire(self, priority: Urgency, key: str = "") -> Priority:
         """Wait for a connection, which `release` gives back; a cancelled call holds none.
 
-        Returns the priority with which the connection was given.
+        Returns the priority under which the connection is counted; pass it to `release`.
         """
         rank = priority()
         if not self.waiting and self._has_room(rank) and self.rate.is_due():
@@ -150,7 +150,7 @@ class ConnectionBudget:
         return waiter.rank
 
     def release(self, rank: Priority) -> None:
-        """Give back a connection that was given with the priority `rank`."""
+        """Give back a connection; `rank` is the priority that `acquire` returned for it."""
         self.in_use -= 1
         self._running[rank] -= 1
         if self.waiting:
@@ -206,7 +206,7 @@ class ConnectionBudget:
             waiter.turn.set()
 
     async def _admit_in_time(self) -> None:
-        """Admit waiters as the rate limit allows, until no waiter is delayed by it."""
+        """Admit waiters as the rate limit allows, until it delays none of them any more."""
         try:
             while self.waiting and not self.rate.is_due():
                 await trio.sleep_until(self.rate.due)
@@ -215,7 +215,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the most urgent waiter with room, or one passed over too often, or else None."""
+        """Return the waiter to admit now: one passed over too often, else the most urgent, or None."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)

@@ -2,9 +2,9 @@
 
 A few of many GETs take ten times as long as the others, for reasons of the one server that answers
 them; a second GET is then answered before the first (Dean and Barroso, "The Tail at Scale", CACM
-56(2), 2013). So a GET is sent again if it has no first byte after the time that 95% of the latest
-small GETs took, and after twice the median. The first success counts; the other GET is given up
-with its connection. Large ranges are not hedged: their readers wait for the transfer.
+56(2), 2013). So a GET is sent again if it waits for its first byte longer than 95% of the latest
+small GETs did, and longer than twice their median. The first success counts; the other GET is
+ended with its connection. Large ranges are not hedged: their readers wait for the transfer.
 
 Hedges are at most SHARE of all GETs, use connections that no other request waits for, and stop
 while the store asks to slow down.
@@ -35,7 +35,7 @@ RENEW_EVERY = 32  # samples; sorting them takes 40 us
 
 
 class Hedging:
-    """First-byte times of a store's small GETs, and second GETs' delay. For the event loop."""
+    """Sends slow small GETs of a store a second time. Belongs to the event loop."""
 
     def __init__(self, connections: ConnectionBudget, counted: Counter[str]) -> None:
         self._connections = connections
@@ -64,7 +64,7 @@ class Hedging:
             self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
 
     def take(self) -> bool:
-        """Take a connection for a second GET; False if no GET is allowed or no connection spare."""
+        """Take a spare connection for a second GET; False if there is none or no GET is allowed."""
         if self._allowance < 1 or not self._connections.take_spare():
             return False
         self._allowance -= 1

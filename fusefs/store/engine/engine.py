@@ -125,8 +125,8 @@ class Completion(NamedTuple):
     `error` is None if the whole answer is in the sink, else one of: resolve, connect, proxy,
     certificate, tls, timeout, low-speed, reset, short, malformed, protocol (network and server);
     too-large, range, etag, size (the answer does not fit the sink); sink-full (ENOSPC, EDQUOT),
-    sink-failed, source-failed (see `errno`; 0: the file is too short); memory; cancelled. A status
-    of 300 and above counts, even if the rest of the answer is missing. `detail` is libcurl's
+    sink-failed, source-failed (see `errno`; 0: the file is too short); memory; cancelled. With a
+    status of 300 or above, no error is set for a body that breaks off. `detail` is libcurl's
     sentence, `proxy_status` the answer to CONNECT, or 0. `may_have_been_executed` is True if a byte
     of the request was sent and no whole answer came.
 

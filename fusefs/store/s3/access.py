@@ -109,7 +109,7 @@ class Access:
         # The keys that sign requests; None for unsigned requests.
         self.keys: ReadOnlyCredentials | None = None
         self.renew()
-        # The region of the signatures; a bucket in another region is noticed by it.
+        # The region of the signatures. If S3 names another one, requests are signed for that.
         self.region = ""
         self.address = self._plain_address() if is_plain else self._botocores_address()
         self.principal = self._name_of_credentials()
@@ -300,7 +300,7 @@ class AccessSource:
     """One store's access, renewed after a refusal. Belongs to the event loop.
 
     `access` is None while `connect` must still find it. `principal`, a stable name of the identity
-    without a secret, is set the first time. A replaced access still serves requests under way.
+    without a secret, is set by the first success. Requests under way keep a replaced access.
     """
 
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:
@@ -335,7 +335,7 @@ class AccessSource:
         except AttemptError as error:
             is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
             if is_lack and self.principal is not None:
-                # There were credentials before: their provider is silent or about to be rewritten.
+                # There were credentials before: their provider is silent, or their file is rewritten.
                 raise AttemptError(replace(error.failure, is_retryable=True)) from error
             raise
         return access

@@ -84,7 +84,7 @@ class Address:
     def request(
         self, call: Call, credentials: ReadOnlyCredentials | None, *, is_fresh: bool = False
     ) -> Request:
-        """Make the engine's request for a call; with `is_fresh`, over a new connection.
+        """Return the engine's request for a call; it takes a new connection if `is_fresh`.
 
         Raises:
             ValueError: a value of the call can't be sent in a header.

@@ -1,8 +1,8 @@
 """Copies on the server: of small objects in one request, of large ones in parts.
 
-A rename of a directory copies each of its objects, so what a listing says of a source is trusted. A
-HEAD comes first only if the copy gets other metadata (S3 then drops the other headers), or if the
-copy is made in parts.
+A rename of a directory copies each of its objects, so a listing's description of the source is
+trusted. A HEAD comes first only if the copy gets other metadata (S3 then drops the other headers),
+or if the copy is made in parts.
 
 A copy whose answer was lost may have taken effect. Repeating it does no harm, except if source and
 target are the same, or if the key had to be free: then the object there shows if this copy made it.
@@ -161,7 +161,7 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy in one request; `kept` are headers to set with the metadata (None: S3 copies both)."""
+    """Copy in one request; `kept` are sent with the source's metadata (None: S3 copies both)."""
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,

@@ -42,7 +42,7 @@ logger = logging.getLogger("fusefs.store")
 
 # An attempt that brings fewer bytes counts as no progress, so that retries end.
 PROGRESS = 16 << 10
-# Seconds for which an object is fetched again whose bytes differ from S3's checksum.
+# Seconds for which an object is fetched again if its bytes differ from S3's checksum.
 WRONG_BYTES_S = 10.0
 
 # Called with an object's description if the answer to a download shows its metadata.
@@ -105,7 +105,7 @@ class Getter:
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    The bytes before `position` are in the file `fd`; `fd` is -1 until the engine has created `new`.
+    The bytes before `position` are in the file `fd`, which is -1 before the engine creates `new`.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class RangeDownload:
 
     @property
     def is_whole_and_small(self) -> bool:
-        """True if a whole small object is missing, for which S3 shows a checksum."""
+        """True if the missing bytes are a whole small object, for which S3 returns a checksum."""
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
         return self.has_checksums and is_whole and self.stop <= LARGE
 
     def call(self) -> Call:
-        """Make the request for the missing bytes, and begin an attempt."""
+        """Begin an attempt; return the `Call` for the missing bytes, to be sent."""
         self._began_at = self.position
         etag = self.version.etag
         headers = {"range": f"bytes={self.position}-{self.stop - 1}"}
@@ -166,7 +166,7 @@ class RangeDownload:
         self._take(self.stop, self._sums)
 
     def _read(self) -> bytes:
-        """Read the bytes that were just written; they are in the page cache."""
+        """Return the bytes that were just written; they are in the page cache."""
         return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------

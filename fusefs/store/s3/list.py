@@ -49,7 +49,7 @@ _VALUE = re.compile(f"(?=.{{1,{LONGEST_VALUE}}}$)[!-~]([ -~]*[!-~])?")
 def list_call(
     prefix: str, delimiter: str, start_after: str, max_keys: int, token: str = ""
 ) -> Call:
-    """Make the request for a page of `Store.list_page`, of at most `max_keys` entries.
+    """Return the `Call`, not sent yet, for a page of a listing of at most `max_keys` entries.
 
     An empty `delimiter`, `start_after` or (continuation) `token` is omitted.
     """

@@ -54,8 +54,8 @@ from fusefs.store.s3.requester import Requester
 
 T = TypeVar("T")
 
-# Parts of one upload at a time. Measured against a server with as many processors as the client, 32
-# took a third longer than 12 to 20.
+# Parts of one upload that are sent at a time. Measured against a server with as many processors as
+# the client, 32 took a third longer than 12 to 20.
 PARTS_AT_ONCE = 16
 # S3 copies parts of up to 5 GiB; smaller ones are copied in parallel.
 COPY_PART = 128 << 20
@@ -151,7 +151,7 @@ class Upload:
         return number in self._parts
 
     def missing(self, size: int) -> list[int]:
-        """Return the parts that a file of `size` bytes still needs to be sent or copied."""
+        """Return the numbers of the parts that a file of `size` bytes still needs."""
         numbers = range(1, self.part_count(size) + 1)
         return [number for number in numbers if not self._fits(self._parts.get(number), size)]
 
@@ -174,7 +174,7 @@ class Upload:
         await self._in_parallel(partial(self._send_part, fd, size), numbers)
 
     async def copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
-        """Copy [start, stop) of `source` to a part on the server; only the last part may be short.
+        """Copy [start, stop) of `source` on the server as a part; only the last part may be short.
 
         Raises:
             StaleVersionError: the source is no longer this version.
@@ -374,7 +374,7 @@ class Upload:
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
-        """Get a part by `obtain`, unless it is there; discard a part that is dropped meanwhile."""
+        """Get a part by `obtain` unless it `is_there`; discard it if it is dropped meanwhile."""
         async with self._turns[number]:
             if number in self._valid and is_there():
                 return

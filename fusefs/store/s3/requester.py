@@ -208,7 +208,7 @@ class Requester:
         }
 
     def last_error(self) -> dict[str, Any] | None:
-        """Describe the last failed attempt and its age `ago_s`; None if there was none.
+        """Describe the last failed attempt and its age `ago_s`; None if no attempt has failed.
 
         `since_s` is the time without an answer (a 404 or 412 is an answer), None if S3 answers.
         """
@@ -360,7 +360,7 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """Return the failure, or if it has no code, the failure of a LIST about the credentials.
+        """Return the failure; if it has no code, a LIST may find rejected credentials instead.
 
         The answer to a HEAD has no body, so it has no code.
         """
@@ -375,7 +375,7 @@ class Requester:
         return failure
 
     def failed(self, call: Call, failure: Failure, *, may_be_done: bool = False) -> StoreError:
-        """Make the error of a request that finally failed; count and log it."""
+        """Return the error of a request that finally failed; count and log it."""
         # A missing object is a usual answer to lookups, and a condition that does not hold is what
         # the condition is for.
         is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
@@ -398,7 +398,7 @@ class Requester:
         self.last_answer, self._failing_since = trio.current_time(), math.inf
 
     def _react(self, call: Call, failure: Failure, sent: float) -> None:
-        """React to a failed attempt that was sent at `sent`: counters, credentials and the rate."""
+        """Update counters, credentials and rate after the failure of an attempt sent at `sent`."""
         if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
             self._note_answer()
         elif not failure.region:
@@ -420,7 +420,7 @@ class Requester:
 
 
 def _cause_of_pause(operation: str, failure: Failure) -> int:
-    """Return the cause of the wait before a retry."""
+    """Return the `WaitCause` of the wait before a retry, for the telemetry."""
     if failure.kind is ThrottledError:
         return WaitCause.THROTTLED
     return WaitCause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
