@@ -30,7 +30,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--config-settings editable_mode=compat
 SOURCES := setup.py fusefs csi tests examples packaging $(wildcard bench)
 
-.PHONY: setup share deb test-deb test-wheel test-cluster test-cluster-cache test-fsspec sbom docs test-docs demo test test-ceph lint storm scale bench clean
+.PHONY: setup share deb test-deb test-wheel test-cluster test-cluster-cache test-fsspec sbom docs test-docs demo test tests test-ceph lint storm scale bench clean
 
 setup: $(STAMP)
 
@@ -87,10 +87,14 @@ demo: $(STAMP)
 # A test that hangs fails; where no signal ends its wait, the run ends with what it waits for.
 TEST_LIMITS := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-# Most of the tests' time is waiting, so more run at once than there are processors. In the order
-# of their folders, so that the units come last: a file that takes minutes would have the others wait.
-test: lint
-	$(BIN)/python -m pytest -rs -n 4 --dist loadfile --no-loadscope-reorder $(TEST_LIMITS)
+# Most of the tests' time is waiting, so more run at once than there are processors, and lint beside
+# them. In the order of their folders, so that the units come last: a file that takes minutes would
+# have the others wait.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j2 lint tests
+
+tests: $(STAMP)
+	MAKEFLAGS= $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(TEST_LIMITS)
 
 # Each process has a cluster of its own, with everything in memory.
 test-ceph: $(STAMP)

@@ -300,7 +300,7 @@ class ProcessTable:
             self._spare.channel.close()
 
     def run_in_child(self, name: str, work: Callable[[], None]) -> None:
-        """Call `work`, which may block, in a forked child, after the last child `name` has ended."""
+        """Call `work`, which may block, in a forked child, after the last child `name` ended."""
         if self._tasks.get(name) in self._unreaped:
             self._next_tasks[name] = work
             return
