@@ -1,11 +1,11 @@
-"""Multipart uploads to be aborted, as S3 charges for their parts; recorded until they are aborted.
+"""The record of multipart uploads that must be aborted, because S3 charges for their parts.
 
     STAGING/aborts       a line for each upload: its id, its key (posix/journal/line_log.py)
 
 The multipart upload of a staged file is recorded with the file, until the file is removed or
-sent in another way; then the upload is aborted. If that fails, or the process dies before, a later
-process of this mount or of the next mount aborts it. The uploads that the store makes by
-itself, for copies of large objects, are recorded here from their begin to their end.
+sent in another way; then the upload is aborted. If the abort fails, or the process dies before it,
+a later process of this mount or of the next mount aborts the upload. The uploads that the store
+makes by itself, for copies of large objects, are recorded here from their begin to their end.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ logger = logging.getLogger("fusefs.uploads")
 NAME = "aborts"
 # The pause between attempts at an abort that S3 does not answer.
 AGAIN_S = 60.0
-# S3 tells the begin of an upload in whole seconds, and by its own clock.
+# The tolerance for the begin of an upload, which S3 gives in whole seconds of its own clock.
 CLOCKS_NS = 5_000_000_000
-# After these errors a later abort may succeed, or one with other credentials; other errors may
+# After these errors an abort may succeed later, or with other credentials. Other errors may
 # mean that the store does not list uploads and parts.
 MAY_PASS = (CredentialsError, ThrottledError, UnreachableError)
 
 
 class PendingAborts(UploadLog):
-    """The multipart uploads that one mount is to abort. Belongs to the event loop."""
+    """Records and aborts the multipart uploads of one mount. Belongs to the event loop."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery, store: Store) -> None:
         self._log = LineLog(directory / NAME)
@@ -77,7 +77,7 @@ class PendingAborts(UploadLog):
         self._nursery.start_soon(self._go_on, key, upload_id, wait_s)
 
     def adopt(self, key: str, upload_id: str, *, is_on_record: bool) -> None:
-        """Take over an upload that an earlier process left, and start a task that aborts it."""
+        """Record an earlier process's upload unless `is_on_record`; start a task that aborts it."""
         if upload_id in self._on_record:
             return
         if is_on_record:
@@ -89,7 +89,7 @@ class PendingAborts(UploadLog):
     def adopt_of_file(
         self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None
     ) -> None:
-        """Abort the uploads that an earlier process began for a file that is not sent any more."""
+        """Start to abort an earlier process's uploads of a file that is no longer to be sent."""
         if upload is not None:
             state = UploadState.from_plain(upload)
             self.add(state.key, state.upload_id, delay_s=0.0)
@@ -119,7 +119,7 @@ class PendingAborts(UploadLog):
         self.ended(upload_id)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        """Abort `upload`, and uploads of `key` since `begun_ns`, each unless None; log errors."""
+        """Abort `upload`, and uploads of `key` begun since `begun_ns`; skip a None; log errors."""
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)
@@ -147,7 +147,7 @@ class PendingAborts(UploadLog):
 
 
 def want_of(permission: str, error: StoreError) -> str:
-    """The part of a message that names the missing permission, "" for other errors."""
+    """Return text for a message that names the missing permission, "" for other errors."""
     return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 

@@ -25,16 +25,13 @@ RETRY_S = 5.0
 SLOW_S = 3.0
 # The time limit of one `give_up` call.
 GIVE_UP_S = 2.0
-# The states of a file that is being uploaded, and of one that a program still has open.
+# Two states of a file: an upload is under way; a program still has the file open.
 UPLOADING = "uploading"
 OPEN = "open"
 
 
 class Backlog:
-    """The staged files, attributes and removals that are not in the bucket yet.
-
-    Belongs to the event loop.
-    """
+    """The staged files, attributes and removals that the bucket lacks. For the event loop."""
 
     def __init__(self, staging: Staging, flusher: Flusher) -> None:
         self._staging = staging
@@ -49,7 +46,7 @@ class Backlog:
         return [file for file in self._staging.pending if is_at_or_below(file.key, key)]
 
     def unsent(self, key: str) -> list[StagedFile | DeferredChange | Removal]:
-        """All files, attribute changes and removals at or below a key that the bucket lacks."""
+        """The files, attribute changes and removals at or below a key that are not sent yet."""
         return [*self.files(key), *self._deferred.pending(key), *self._removals.pending(key)]
 
     def state(self, staged: StagedFile | DeferredChange | Removal) -> str:
@@ -76,7 +73,7 @@ class Backlog:
             self._uploads.start(staged).hurry.set()
 
     async def give_up(self, key: str) -> dict[str, Any]:
-        """Give up the changes at or below a key that the bucket lacks; stop after GIVE_UP_S.
+        """Give up the unsent contents and attributes at or below a key, within GIVE_UP_S.
 
         The contents stay on the local disk, but no mount uploads them. In the result `files` counts
         the files given up, `in_use` has the keys of open files, `remaining` counts all other files.
@@ -94,9 +91,9 @@ class Backlog:
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
-        """Try once to send all changes but open files, within `limit_s`; unsent ones are kept.
+        """Try once to send all changes except open files, within `limit_s`; keep unsent changes.
 
-        The mount has ended, and with it RELEASE requests that the kernel had not sent yet.
+        Also releases unchanged files: after a mount's end the kernel sends no RELEASE for them.
         """
         for staged in self._staging:
             staged.note_stores()

@@ -1,16 +1,16 @@
-"""O_EXCL: the bucket decides that a file is new, at its creation or with its content.
+"""O_EXCL: the bucket decides if a file is new, at its creation or when its content is uploaded.
 
 Two nodes that create one name with O_EXCL must not both succeed, and only the bucket can decide
 between them. A *reservation*, an empty object that is PUT with `If-None-Match: *` before the
 creation returns, decides at once, for programs that use the file as a lock. Programs that unpack
 and copy (tar, cp, rsync) create every file with O_EXCL as well, where a second PUT would be wasted,
-and other nodes would see an empty file first. There the PUT of the content has the condition and
-decides; if another object is there by then, `close` and `fsync` fail with EEXIST.
+and other nodes would see an empty file first. For their files the PUT of the content has the
+condition; if another object has the key by then, `close` and `fsync` fail with EEXIST.
 
-A creation is not reserved if the name is not that of a lock and is known not to exist, and either
-this mount made the directory not long ago, or the process has just written other files with some
-content. If such a file stays open and small for a second, it is reserved then, so that other nodes
-see it. A name with a random part (mkstemp(3)) is never reserved: no other node creates the same.
+A file is created without a reservation if its name is not a lock's and is known not to exist, and
+if either this mount made the directory not long ago, or the process has just written other files
+with some content. If such a file stays open and small for a second, it is reserved then, so that
+other nodes see it. A name with a random part (mkstemp(3)) is unique, and is never reserved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusefs.store.contract import Store
 from fusefs.store.errors import ConflictError
 from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, Write
 
-# For how long a directory counts as just made by this mount.
+# A directory that this mount has made counts as just made for this long.
 MADE_S = 600.0
 # The most new directories that are remembered, at about 200 bytes each.
 MOST_MADE = 10_000
@@ -81,7 +81,7 @@ class EmptyObjects:
             return found
 
     async def put_marker(self, prefix: str, meta: Meta, etag: str | None) -> str:
-        """Put a directory's marker over one with `etag` (None: no marker); return the new ETag.
+        """Put a directory's marker in place of the one with `etag` (None: none); return its ETag.
 
         Raises ConflictError if an object with content is there.
         """
@@ -90,9 +90,9 @@ class EmptyObjects:
 
 
 class ExclusiveCreates:
-    """The O_EXCL creations of one mount, and which of them to reserve. For the event loop.
+    """Decides which O_EXCL creations of one mount are reserved. Belongs to the event loop.
 
-    `reserve` sends the reservation of an open file, and raises nothing.
+    The function `reserve` sends the reservation of an open file, and raises nothing.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ExclusiveCreates:
         self._made.pop(prefix, None)
 
     def is_reserved(self, prefix: str, name: str, pid: int) -> bool:
-        """True if a creation by the process `pid` (0: unknown) is to be reserved now."""
+        """True if the process `pid` (0: unknown) may create the name only with a reservation."""
         if _LOCK_NAME.search(name):
             return True
         if has_random_part(prefix + name):
@@ -141,7 +141,7 @@ class ExclusiveCreates:
             self._copiers.popitem(last=False)
 
     def lost(self, pid: int) -> None:
-        """Note that a process's close failed with EEXIST: its next creation is reserved."""
+        """Note that a process's close failed with EEXIST, so that its next creation is reserved."""
         self._copiers.pop(pid, None)
 
     def watch(self, staged: StagedFile) -> None:
@@ -161,7 +161,7 @@ class ExclusiveCreates:
                     await trio.sleep_until(at)
                 self._watched.popleft()
                 if is_undecided(staged) and staged.size() <= LOCK_SIZE:
-                    # A task of its own: a rename of its directory may block the reservation.
+                    # In its own task, as the rename of a directory may block the reservation.
                     self._nursery.start_soon(self._reserve, staged)
         finally:
             self._is_watching = False

@@ -4,8 +4,8 @@ FLUSH (close) and FSYNC of a changed file return when the bucket has the file. I
 durability, they return when content and record are safe on the local disk; so does the close of a
 temporary file, which is sent after its rename, under the last name (temporary_names.py). A close
 by a process that has merely inherited a descriptor, and has not written to the file, does not wait.
-If no process has written to the file, a close waits, as that of `touch` must, unless the process or
-its child has another descriptor of the file, whose close will follow: a shell that redirects
+If no process has written to the file, a close waits, which `touch` needs, unless the process or
+its child has another descriptor of the file, whose close will wait: a shell that redirects
 (`cmd > file`) opens, duplicates and closes the file before any program writes.
 uploader.py sends the file. If the upload fails, the close fails with its error, and the upload is
 tried again until it succeeds. Once no program has the file open, its content becomes the cached
@@ -71,16 +71,16 @@ MOST_RUNS = 1000
 
 
 def pause_s(size: int) -> float:
-    """Seconds between a change of a file of `size` bytes and its upload while programs use it."""
+    """The seconds from the change of a file in use, which has `size` bytes, to its upload."""
     return max(EVERY_S, size / RATE)
 
 
 class AppendRuns:
     """The files that programs open, append to and close again and again. For the event loop.
 
-    Such closes of one file are a run. The first ones wait for the bucket, later ones for the local
-    disk alone. An upload sends the whole file; as the pauses between uploads grow with the run's
-    age, all uploads of a run send about twice the bytes of the last upload.
+    The closes of one such file are a run. Its first closes wait for the bucket, its later closes
+    for the local disk alone. An upload sends the whole file; as the pauses between uploads grow
+    with the run's age, all uploads of a run send about twice the bytes of the last upload.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class AppendRuns:
         self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
 
     def closed(self, staged: StagedFile) -> float | None:
-        """Note a file's close; return the seconds until its upload, None if the close waits."""
+        """Note a file's close; return the upload's delay in s, None if the close waits for it."""
         nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
         count, begun, last = self._runs.pop(nodeid, (0, now, now))
         start = staged.appended_from if staged.etag is not None else None
@@ -104,7 +104,7 @@ class AppendRuns:
         return min(max(GROWTH * (now - begun), SHORTEST_S), pause_s(size))
 
     def forget(self, staged: StagedFile) -> None:
-        """End a file's run, as another node appends to it: the next closes wait for the bucket."""
+        """End the run of a file to which another node appends: its next closes wait for S3."""
         self._runs.pop(staged.inode.nodeid, None)
 
 
@@ -159,7 +159,7 @@ class Flusher(MountPart):
         return waiting(self._flush(staged, pid))
 
     async def _flush(self, staged: StagedFile, pid: int) -> None:
-        # Only after a rewrite is the process examined: a file that has only grown replaces nothing.
+        # The process is examined only after a rewrite: a file that has grown replaces nothing.
         if staged.is_rewrite and staged.kept_size is None and pid and self._can_be_undone(staged):
             # A killed program's request is soon cancelled, but the answer is needed all the same.
             with trio.CancelScope(shield=True):
@@ -168,7 +168,7 @@ class Flusher(MountPart):
             if staged.state in (FileState.OPEN, FileState.ABANDONED) and staged.state is not state:
                 staged.state = state
                 if staged.inode.staged is staged:
-                    # The next process gets only the RELEASE, so it needs this on record.
+                    # If this daemon dies, the next one gets only RELEASE, and reads the record.
                     self._staging.try_record(staged)
             if was_killed:
                 logger.info("the process %d was killed while it rewrote %s", pid, staged.key)
@@ -180,8 +180,8 @@ class Flusher(MountPart):
         if not staged.writers:
             # The process made or truncated the file, and no process has written to it.
             will_close = await self._notifier.will_close(pid, staged.inode.ino)
-            # If that is unknown, the upload follows the last close, unless the close of a new
-            # file has to report that another node was faster.
+            # If another close may follow (None), the last close starts the upload. But the close
+            # of an O_EXCL file has to wait, to report that another node was faster.
             if will_close or (will_close is None and staged.exclusive is None):
                 return
         elif self._rules.durability_of(staged.key) is not Durability.BUCKET:
@@ -216,7 +216,7 @@ class Flusher(MountPart):
         return staged.is_content_dirty and not is_known
 
     def is_given_up(self, staged: StagedFile) -> bool:
-        """True if a file's changes are to be undone, as only a killed program has made them."""
+        """True if a file's changes are to be undone, as the program that made them was killed."""
         return staged.state is FileState.ABANDONED and not self.may_be_written(staged.inode)
 
     async def _undo(self, staged: StagedFile) -> None:
@@ -253,7 +253,7 @@ class Flusher(MountPart):
             self._release(staged)
 
     def delay_s(self, staged: StagedFile, key: str) -> float | None:
-        """Seconds from a file's close to its upload under `key`; None: the close waits for it."""
+        """Seconds from a file's close to its upload as `key`; None if the close waits for it."""
         durability = self._rules.durability_of(key)
         if durability is Durability.LOCAL:
             return LATER_S
@@ -264,11 +264,11 @@ class Flusher(MountPart):
         return TEMPORARY_S if is_temporary(path, is_exclusive=is_exclusive) else None
 
     async def _keep(self, staged: StagedFile, delay_s: float | None) -> None:
-        """Make a file's content safe while a program waits; raise the error of the upload.
+        """Make a file's content safe while a program waits.
 
-        With `delay_s` only the local disk is waited for, and the upload starts after so many
-        seconds. With None the upload is waited for; if the wait is cancelled or the upload fails,
-        the file is recorded as closed, and uploaded later in any case.
+        With a number as `delay_s`, wait for the local disk; the upload starts that many seconds
+        later. With None, wait for the upload, and raise its error; if the upload fails or the
+        wait is cancelled, the file is recorded as closed, and uploaded later in any case.
         """
         if delay_s is not None:
             await staged_sums.note(staged)
@@ -285,7 +285,7 @@ class Flusher(MountPart):
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Upload or sync a file that no program has open for writing, or return it to the cache."""
+        """Upload, sync or return to the cache a staged file, unless it is open for writing."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -336,7 +336,7 @@ class Flusher(MountPart):
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Leave the attributes to `deferred` and unstage the file; False if it must stay staged."""
+        """Move the attributes to `deferred` and unstage the file; False if it must stay staged."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty
@@ -356,7 +356,7 @@ class Flusher(MountPart):
         return True
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
-        """Give cache, node and listing the version `new`: the bytes of `old`, other attributes."""
+        """Replace a version by one with other attributes, in cache, node and listing."""
         await self._cache.move(old.version, new.version)
         inode = self._node_of(old)
         if inode is not None:
@@ -375,7 +375,7 @@ class Flusher(MountPart):
             self._state.mark_stale(inode)
 
     def _node_of(self, info: ObjectInfo) -> Inode | None:
-        """The node at a version's key; None if there is none, or if it has another version."""
+        """The node that the key of a version stands for; None if no node there has the version."""
         inode = self._inodes.at(info.key)
         known = inode.info if inode is not None else None
         return inode if known is not None and known.version == info.version else None
@@ -396,7 +396,7 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Name a node after its upload `info`; its old name is for `theirs` or no object (None)."""
+        """Rename a node to the key of its upload `info`; its old name shows `theirs`, if any."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
@@ -410,7 +410,7 @@ class Flusher(MountPart):
         self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
-        """Give a file's name to `theirs` (None: no object); new content stays on the local disk."""
+        """Let a file's name show `theirs` (None: no object); keep new content on the local disk."""
         inode = staged.inode
         assert inode.parent is not None
         prefix, name = self._inodes.key(inode.parent), inode.name
@@ -456,7 +456,7 @@ class Flusher(MountPart):
             self._directories.pending_changes.landed(*split_key(inode.info.key))
 
     async def _until_let_go(self, staged: StagedFile) -> None:
-        """Upload what programs write through a mapping after closing the file, until munmap."""
+        """Upload stores through mappings of a closed file, until no program has the file mapped."""
         inode = staged.inode
         with unattended():
             while inode.staged is staged and not self.may_be_written(inode):
@@ -479,7 +479,7 @@ class Flusher(MountPart):
         self._inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:
-        """Upload, undo or return to the cache a staged file of which a handle was closed."""
+        """Upload a staged file, undo its changes or cache it, after a handle of it was closed."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return

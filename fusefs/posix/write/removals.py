@@ -1,17 +1,17 @@
-"""Removals that are not sent to the bucket at once: they are recorded, and sent many in a request.
+"""Deferred removals of objects: they are recorded, and many are sent to S3 in one request.
 
     STAGING/removals         a line for each removal: key, ETag, time (posix/journal/line_log.py)
 
 A program that removes many files (rm -rf) waits for each call, and a DELETE for
 each would take a round trip. So only the first files of a directory are deleted
-while the program waits. The other removals are recorded, and
-a task sends all removals that were recorded meanwhile in one DeleteObjects request. If S3
-refuses deletes in a directory, it refuses to delete the first file, and the program's call fails.
+while the program waits. The other removals are recorded, and a task sends them in batches, each
+by one DeleteObjects request. If S3 refuses deletes in a directory, it refuses to delete the
+first file, and the program's call fails.
 
 An object is deleted only if it has the recorded ETag. A HEAD comes before each retry, and
-before removals that an earlier process has left: an object that another client has put
-there meanwhile stays. Changes of such a key wait until the object is deleted
-(`StoreAfterRemovals`); listings do not show it (`Directories.pending_changes`).
+before removals that an earlier process has left: an object that another client has put under the
+key meanwhile stays. Changes of a key with a recorded removal wait until the object is deleted
+(`StoreAfterRemovals`); listings do not show the object (`Directories.pending_changes`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAME = "removals"
 # Removals are deferred after MANY files in a row, with pauses of at most PAUSE_S between them.
 MANY = 8
 PAUSE_S = 1.0
-# After a delete S3 counts as allowing deletes in the directory for so long; the most directories.
+# For this long after a delete, S3 counts as allowing deletes in the directory; most directories.
 ALLOWED_S = 10.0
 MOST_ALLOWED = 1000
 # With more removals waiting, programs wait for each DELETE again.
@@ -62,7 +62,7 @@ MOST = 10_000
 # SeaweedFS takes 2.5 s by four requests of 250 at a time, and 4 s by one of 1,000 at a time.
 AT_ONCE = 250
 REQUESTS = 4
-# For how long removals are gathered if nothing waits for them. A request by itself costs as
+# Removals are gathered for this long if nothing waits for them. A request by itself costs as
 # much processor time as the removal of some ten files.
 GATHER_S = 0.05
 RETRY_S = 5.0
@@ -121,7 +121,7 @@ class Removals:
         # False once S3 has turned out not to support DeleteObjects.
         self._has_batches = True
         self._retrying = trio.CapacityLimiter(RETRIES_AT_ONCE)
-        # Until when S3 counts as allowing deletes, by directory; the latest row's length and end.
+        # By directory: the time until which S3 counts as allowing deletes, the oldest first.
         self._allowed: OrderedDict[str, float] = OrderedDict()
         self._row = 0
         self._last = -math.inf
@@ -134,7 +134,7 @@ class Removals:
         return [one for one in self._by_key.values() if is_at_or_below(one.key, key)]
 
     def keys(self, prefix: str) -> set[str]:
-        """The keys with a prefix whose objects wait to be deleted."""
+        """The keys that begin with `prefix` and whose objects wait to be deleted."""
         return {key for key in self._by_key if key.startswith(prefix)}
 
     # Removing
@@ -180,7 +180,7 @@ class Removals:
         )
 
     def is_removing_from(self, prefix: str) -> bool:
-        """True if a program is removing many files, and S3 has just deleted one at `prefix`."""
+        """True if a program removes many files, and S3 has just deleted one in this directory."""
         now = trio.current_time()
         is_removing = self._row >= MANY and now < self._last + PAUSE_S
         return is_removing and self._allowed.get(prefix, -math.inf) > now
@@ -206,7 +206,7 @@ class Removals:
                 raise removal.error
 
     async def flush_at(self, key: str) -> None:
-        """Call `flush` for a key and, as some servers need that, for the keys of files above it."""
+        """Call `flush` for a key such as a/b/c and, as some servers need it, for `a` and `a/b`."""
         if not self._by_key:
             return
         at = key.find("/")
@@ -355,7 +355,7 @@ class Removals:
 
 
 class StoreAfterRemovals:
-    """A `Store` whose changes of a key wait for its removal, and whose listings hide the object.
+    """A `Store` that changes a key only after its removal, and hides removed objects in listings.
 
     Else a late removal could delete a newer object. A request that waits for a removal fails
     with the removal's error. Belongs to the event loop.
@@ -375,7 +375,7 @@ class StoreAfterRemovals:
         self.counters = store.counters
 
     async def list_page(self, prefix: str, **options: Any) -> ListPage:
-        """Call `Store.list_page` and leave out objects to be deleted: a page may even be empty."""
+        """Call `Store.list_page`, and leave out objects to be deleted; a page may become empty."""
         leaving = self._removals.keys(prefix)
         page = await self._store.list_page(prefix, **options)
         leaving |= self._removals.keys(prefix)

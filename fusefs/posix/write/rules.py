@@ -16,7 +16,7 @@ from fusefs.settings.types import EVERYWHERE_AUTO, Durability
 
 @dataclass(frozen=True, slots=True)
 class WriteRules:
-    """The settings for writing, of which --help tells more. All keys begin with `prefix`."""
+    """The settings for writing, which --help explains. All keys begin with `prefix`."""
 
     durability: PathRules[Durability] = EVERYWHERE_AUTO
     prefix: str = ""

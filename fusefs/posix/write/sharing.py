@@ -3,9 +3,9 @@
 A passthrough handle reads one file until it is closed, and so does a mapping: they never see bytes
 that are written to another file. So a cache file that they read is taken out of the cache
 (cache/handover.py) and written in place. From then on all opens of its node are for passthrough, as
-the kernel refuses to mix the modes; handles for writing have FOPEN_DIRECT_IO as well, so that their
-reads and writes still come here, and only mappings do not. Stores through a mapping show in the
-file's modification time, and are uploaded at close, or after munmap.
+the kernel refuses to mix the modes; handles for writing have FOPEN_DIRECT_IO as well, so that the
+daemon still gets their reads and writes, only not their mappings. Stores through a mapping show in
+the file's modification time, and are uploaded at close, or after munmap.
 
 A cache file with other users is not taken out: a file that another mount uses, that
 handles of another node read through the daemon (opened before the file was whole), or
@@ -67,7 +67,7 @@ class Sharing(MountPart):
         return backing is None or bool(await self._backing.register(backing))
 
     def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
-        """The `CacheFile` that a staged file was before; None if its st_ino is not `st_ino`."""
+        """Return a staged file as the `CacheFile` that has `st_ino`; None if it has another one."""
         if os.fstat(staged.fd).st_ino != st_ino:
             return None
         if staged.backing is None:
@@ -79,7 +79,7 @@ class Sharing(MountPart):
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
-        """True if a program maps a cache file without a handle; the check unregisters the file."""
+        """True if a cache file without open handles is mapped; the check unregisters the file."""
         if not self._backing.find(file) or self._is_open(file):
             return False
         if not await self._cache.ensure_open(file):

@@ -85,7 +85,7 @@ class SparseEditor:
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
-        """Make the file's own upload the base if it replaced `lost`; True if the base changed."""
+        """Make the file's own upload the base if it has replaced `lost`; True if the base changed."""
         found = await find(self._store, lost.key)
         if found is None:
             return False
@@ -111,7 +111,7 @@ class SparseEditor:
 
 @contextmanager
 def _same_time(fd: int) -> Iterator[None]:
-    """Restore a file's modification time at the end: filling it is no change of its content."""
+    """Restore a file's modification time on exit: filling the file does not change its content."""
     modified_ns = os.fstat(fd).st_mtime_ns
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checksums of closed contents that the bucket does not have yet.
+"""Checksums of the contents of closed files that the bucket does not have yet.
 
 Such a content may lie on the local disk for long, and is nowhere else. Its checksum is computed
 while its bytes are still in memory: at a close with local durability, and when an upload fails. The
@@ -23,12 +23,12 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.store.checksum import crc32
 
 ATTRIBUTE = "user.fusefs.sum"
-# To read a content of at most this size takes less time than a thread switch.
+# A content of at most this size is read in less time than a thread switch takes.
 SMALL = 128 << 10
 
 
 async def note(staged: StagedFile) -> None:
-    """Store the checksum of a content, unless it has one or is changing. May raise OSError."""
+    """Store the checksum of a content, unless it has one or is changing; may raise OSError."""
     if staged.sum is not None or staged.base is not None or staged.lock.locked():
         return
     changes = staged.changes
@@ -56,7 +56,7 @@ def forget(staged: StagedFile) -> None:
 
 
 async def check(staged: StagedFile) -> None:
-    """Compare a content with its checksum, if it has one; EIO if they differ."""
+    """Compare a file's content with its checksum, if it has one; raise EIO if they differ."""
     expected, changes = staged.sum, staged.changes
     if expected is None or await _sum_of(staged) == expected or staged.changes != changes:
         return

@@ -98,7 +98,7 @@ class Staging:
         return self._limit is not None and 2 * self.charged > self._limit
 
     def prepare(self, inode: Inode) -> int:
-        """Create an empty file, for `begin` to make it a node's content; return its descriptor."""
+        """Create an empty file, which `begin` makes a node's content; return its descriptor."""
         check_unreserved()
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._path(inode), flags, 0o600)
@@ -112,7 +112,7 @@ class Staging:
         self._prepared.add(new.nodeid)
 
     def edits(self, file: CacheFile) -> bool:
-        """True if a cache file is the base of a staged file that is edited."""
+        """True if some staged file is an edit of this cache file."""
         return any(one.base is not None and one.base.file is file for one in self._files.values())
 
     def discard(self, inode: Inode, fd: int) -> None:
@@ -173,7 +173,7 @@ class Staging:
 
     @contextlib.contextmanager
     def another_content(self, staged: StagedFile) -> Iterator[int]:
-        """Provide an empty file for `replace_content`; the context's end removes it if unused."""
+        """Yield a new file's descriptor, for `replace_content`; remove the file if it is unused."""
         check_unreserved()
         path = f"{staged.path}.next"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -187,11 +187,11 @@ class Staging:
     def replace_content(
         self, staged: StagedFile, fd: int, info: ObjectInfo, base: EditBase | None
     ) -> None:
-        """Replace a file's content by `another_content`: a new object with the appended bytes.
+        """Replace a file's content by `another_content`: the object `info` plus appended bytes.
 
-        The file gets the attributes of the object `info`, unless they were changed here. Content
-        and record change in one step, as the record is an attribute of the content; after an
-        OSError the file is as it was. Takes over the base's pin.
+        The file gets the attributes of `info`, unless they were changed here. Content and record
+        change in one step, as the record is an attribute of the content; after an OSError the file
+        is as it was. Takes over the base's pin.
         """
         if staged.has_record_file:
             record = staging_record.in_attribute(staged) or b""
@@ -225,7 +225,7 @@ class Staging:
             self.try_record(staged)
 
     def rebase(self, base: EditBase, version: ObjectVersion) -> None:
-        """Make the uploaded version the base of an edited file, in place of the old object."""
+        """Make the uploaded version the new base of an edited file."""
         if self.cache is not None:
             old, base.file = base.file, self.cache.pin(version)
             self.cache.unpin(old)
@@ -430,7 +430,7 @@ class Staging:
         return [path for path in others if not staging_record.is_recorded(path)]
 
     def set_aside(self, staged: StagedFile) -> Path:
-        """Release a file; return its content's new path, at which mounts ignore the content."""
+        """Unstage a file, but keep its content; return the new path, which mounts ignore."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
         os.rename(staged.path, kept)
         self.release(staged)
@@ -454,7 +454,7 @@ class Staging:
                 os.unlink(f"{staged.path}.json")
 
     def remove_if_empty(self) -> None:
-        """Remove the directory of a mount that has ended, unless something is left in it."""
+        """Remove the staging directory after the mount's end, unless the next mount needs it."""
         if self._files:
             return
         try:
@@ -471,6 +471,6 @@ class Staging:
 
 
 def _write_attribute(fd: int, record: bytes) -> None:
-    """Write a record to the attribute of a content; OSError if there is no room for it."""
+    """Write a record to the attribute of a content; OSError if it is empty or does not fit."""
     if not record or not staging_record.write_attribute(fd, record):
         raise OSError(errno.ENOTSUP, "its record is in no attribute")

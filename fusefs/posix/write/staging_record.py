@@ -39,7 +39,7 @@ CLOCK_REALTIME_COARSE = 5
 ATTRIBUTE = "user.fusefs"
 # The most bytes that a file system with blocks of 4 KiB takes beside other attributes.
 LONGEST = 2048
-# In bytes: the record of a multipart upload has some 100 for each of up to 10,000 parts.
+# The record of a multipart upload has about 100 bytes for each of up to 10,000 parts.
 _LONGEST_FILE = 4 << 20
 # Stands for an ETag: the bucket is still to decide that the file is new (`If-None-Match: *`).
 UNDECIDED = "*"
@@ -53,7 +53,7 @@ _IS_BUILT = 0o4000
 
 
 def in_attribute(staged: StagedFile) -> bytes | None:
-    """The record of a file for the attribute; None if it is too long or has a multipart upload."""
+    """A file's record to be put in an attribute; None if too long or with a multipart upload."""
     if staged.upload is not None or staged.upload_state is not None:
         return None
     record = _brief(staged) or full(staged)
@@ -87,7 +87,7 @@ def _brief(staged: StagedFile) -> bytes | None:
 
 
 def _attribute_of(fd: int) -> dict[str, Any] | None:
-    """Read the record in a file's attribute, or None; the key in a brief record is None."""
+    """Read the record in a file's attribute (None: there is none); a brief record's key is None."""
     try:
         brief = os.getxattr(fd, ATTRIBUTE)
     except OSError:
@@ -111,19 +111,19 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
 
 
 def may_tell_uploaded(record: bytes) -> bool:
-    """True if a record may say that the bucket has the content; b"" is an unknown record."""
+    """True if a record may say that the bucket has the content; b"" means an unknown record."""
     if record.startswith(b"{") or not record:
         return b'"uploaded": null' not in record
     return bool(_BRIEF.unpack_from(record)[-1])
 
 
 def may_tell_appended(record: bytes) -> bool:
-    """True if a record may say that a file was only appended to; b"" is an unknown record."""
+    """True if a record may say that a file was only appended to; b"" means an unknown record."""
     return not record or (record.startswith(b"{") and b'"appended_from": null' not in record)
 
 
 def _clean_stamp(staged: StagedFile) -> tuple[int, int] | None:
-    """(size, time) of a content that the bucket has, if any change alters the pair; else None."""
+    """(size, mtime) of an uploaded content, if every later change alters the pair; else None."""
     stamp = staged.stamp()
     # If true, a change from now on will show in the file's time.
     is_past = time.time_ns() - stamp[1] > TICK_NS
@@ -225,7 +225,7 @@ def is_recorded(path: Path) -> bool:
 
 
 def remove_unrecorded(path: Path) -> None:
-    """Remove a content without a record, or the rest of a record without a content."""
+    """Remove a content that has no record, or record files that have no content."""
     if path.exists() and is_recorded(path):
         return
     for name in (path, *path.parent.glob(f"{path.name}.*")):
@@ -233,7 +233,7 @@ def remove_unrecorded(path: Path) -> None:
 
 
 def on_record(directory: Path) -> list[Path]:
-    """The paths of all contents in a directory; the one recorded last comes first."""
+    """The paths of all contents in a directory, the most recently recorded first."""
     changed_ns: dict[Path, int] = {}
     for entry in os.scandir(directory):
         content = Path(entry.path).with_suffix("")

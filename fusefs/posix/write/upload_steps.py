@@ -9,7 +9,7 @@ A content that programs have written from scratch (O_TRUNC) replaces whatever th
 has (`Expect`, by the store). Any other content is built on one object, and is sent
 on the condition that this object is still there. If the bucket refuses the request:
 
-1. If an earlier request of this file made the object, the object is replaced.
+1. If an earlier request for this file made the object there now, the content replaces it.
 2. If the object was removed, the content is put as a new object.
 3. If the file was only appended to, the appended bytes are put behind the new object.
 4. If only attributes were changed, they are given up.
@@ -112,7 +112,7 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """Note after a refusal that the store knows no conditions; False for another cause."""
+        """Note after a refusal that the store knows no conditions; False if it used none."""
         if not staged.is_content_dirty or not self._is_built(staged):
             return False
         logger.warning("this store knows no conditions: the last node to close a file wins")
@@ -165,7 +165,7 @@ class UploadSteps:
                 if staged.base is not None:
                     await self._copy_parts(staged, staged.base, upload, size)
                 await upload.send(staged.fd, upload.missing(size), size)
-                # By the recorded parts and token the next process recognises the new object.
+                # The next process recognises the new object by the recorded parts and token.
                 self._staging.record(staged)
                 commit()
                 info = await self._store.complete(upload, size, self._condition(staged))
@@ -219,7 +219,7 @@ class UploadSteps:
             raise failure
 
     async def _corrected(self, staged: StagedFile, upload: Upload, info: ObjectInfo) -> ObjectInfo:
-        """Correct a new object's metadata if the file's have changed since the upload's begin."""
+        """Correct an object's metadata if the file's attributes changed during the upload."""
         sent, described = without_token(upload.state.metadata), staged.described()
         is_dated = object_metadata.read_time(sent) is not None
         wanted = described if is_dated else described.changed(mtime_ns=None)
@@ -287,7 +287,7 @@ class UploadSteps:
     # After a conflict with another client
 
     async def can_go_on(self, staged: StagedFile, theirs: ObjectInfo | None) -> bool:
-        """True if a file can be sent after all, over the object `theirs` (None: there is none)."""
+        """Resolve a conflict with the object `theirs` (None: no object); True to try again."""
         if theirs is not None:
             # The object is the file's own if it is a reservation, or an earlier content that was
             # put by a request without an answer.
@@ -373,7 +373,7 @@ class UploadSteps:
 
 
 def _keys_apart(key: str) -> Iterator[str]:
-    """Generate keys beside a key, for a content in conflict with its object; long names are cut."""
+    """Yield new keys for a content that conflicts with the object at `key`; cut long names."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     prefix, name = names.split_key(key)
     longest = min(names.NAME_MAX, names.LONGEST_KEY - len(prefix.encode()))
@@ -384,7 +384,7 @@ def _keys_apart(key: str) -> Iterator[str]:
 
 
 def _database_of(fd: int) -> str:
-    """A warning for a message if a file is a database (locks hold on one node only), else ""."""
+    """Text for a message if a file is a database, whose locks hold on one node only; else ""."""
     head = os.pread(fd, 20, 0)
     for magic, name in ((b"SQLite format 3\0", "SQLite"), (b"\xde\xc0\xef\xbe", "LMDB")):
         if magic in head:

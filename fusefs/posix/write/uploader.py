@@ -52,7 +52,7 @@ AHEAD = 16 << 20
 CREDENTIALS_S = 5.0
 # An upload that waits for changes to stop waits for at most this many delays.
 LONGEST_DELAYS = 5
-# A program that writes small files closes one every few milliseconds.
+# Longer than the few milliseconds between two closes of a program that writes small files.
 QUIET_S = 0.2
 # The first pause between two checks whether programs still close file after file.
 LOOK_S = 1.0
@@ -128,13 +128,13 @@ class Uploader(UploadSteps):
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
-        # When QUIET_S has passed since the last close of a file that is uploaded later (trio's s).
+        # The time (trio's) that is QUIET_S after the last close of a file that is uploaded later.
         self._quiet_at = 0.0
 
     # Starting and waiting
 
     async def wait(self, staged: StagedFile) -> None:
-        """Wait until the bucket has the present content and attributes; a cancel ends the wait."""
+        """Wait until the bucket has a file's present content and attributes, or raise an error."""
         wanted = staged.changes
         while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
             attempt = self._attempts.get(staged) or self.start(staged)
@@ -166,7 +166,7 @@ class Uploader(UploadSteps):
 
     @asynccontextmanager
     async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock; the wait for an upload that holds the lock counts as its work."""
+        """Hold a file's lock; the wait for an upload is counted as a wait for the upload's work."""
         attempt = self._attempts.get(staged)
         if attempt is not None and staged.lock.locked():
             with waiting_for(attempt.work):
@@ -295,7 +295,7 @@ class Uploader(UploadSteps):
             staged.lock.release()
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        """Upload a locked file; after a conflict send it anew, put it beside, or set it aside."""
+        """Upload a locked file; after a conflict retry, use another key, or drop the changes."""
         try:
             for is_last in (*(False,) * MOST_CONFLICTS, True):
                 if not staged.is_dirty:
@@ -371,7 +371,7 @@ class Uploader(UploadSteps):
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """Note that `info` has a locked file's content and the first `described` meta changes."""
+        """Note that `info` has a file's content, and its first `described` attribute changes."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described

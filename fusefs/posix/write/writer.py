@@ -47,7 +47,7 @@ logger = logging.getLogger("fusefs.writing")
 
 # A copy that its program does not open within this time is dropped.
 UNOPENED_S = 10.0
-# How much of a range is zeroed at a time.
+# The most bytes that are zeroed by one write.
 ZEROS = 1 << 20
 
 
@@ -118,7 +118,7 @@ class Writer(MountPart):
             info = await self.empties.put(info.key, meta.changed(mtime_ns=now), caller)
         made = parent.child(name)
         if made is not None and made.staged is not None and not made.staged.is_unlinked:
-            # Made by this request, which was resent as a process died, or by a cancelled request.
+            # This request, resent after a process died, or a cancelled request made the file.
             if flags & os.O_TRUNC:
                 await self.stage(made, keep=0, is_anew=True)
             self.inodes.count(made, time.monotonic())
@@ -212,7 +212,7 @@ class Writer(MountPart):
         return bool(info.size) and not is_here and self._downloader.proves_versions
 
     async def _look(self, inode: Inode) -> None:
-        """Send a HEAD, and raise ESTALE if the bucket has another version than a node."""
+        """Send a HEAD; raise ESTALE if the bucket has another version than the node."""
         await self.deferred.until_unsent(inode.object.key)
         known, staged = inode.object, inode.staged
         found = await find(self._store, known.key)
@@ -325,7 +325,7 @@ class Writer(MountPart):
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Raise ESTALE if a node's name, which stood for it (`was_current`), has another node."""
+        """Raise ESTALE if the name of a node, current until now (`was_current`), has a new node."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
@@ -492,7 +492,7 @@ class Writer(MountPart):
             staged_sums.forget(staged)
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write at once; return the byte count, 0 if a thread has to (ext4 refuses RWF_NOWAIT)."""
+        """Write if the disk is quick (ext4 refuses RWF_NOWAIT); return the byte count, else 0."""
         if not self._disk_latency.is_quick:
             return 0
         began = self._disk_latency.begin()
@@ -508,7 +508,7 @@ class Writer(MountPart):
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write once a file's lock is free; append at the new end if `rebases` is outdated then."""
+        """Write once a file's lock is free; if `rebases` is outdated by then, at the file's end."""
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
