@@ -351,7 +351,7 @@ class UnansweredChanges:
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        """Record `found` as the right object of `key` (None: no object); a repeated change saw it."""
+        """Record the object that a repeated change found at `key`; None stands for no object."""
 
     def renamed_below(self, prefix: str) -> None:
         """Record that there should be no objects below a prefix: the directory was renamed."""

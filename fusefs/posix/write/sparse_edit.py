@@ -85,7 +85,7 @@ class SparseEditor:
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
-        """Make the file's own upload the base if it has replaced `lost`; True if the base changed."""
+        """Make the file's own upload the base if it replaced `lost`; True if the base changed."""
         found = await find(self._store, lost.key)
         if found is None:
             return False

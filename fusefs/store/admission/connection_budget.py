@@ -215,7 +215,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the waiter to admit now: one passed over too often, else the most urgent, or None."""
+        """Return the waiter to admit: one passed over too often, else the most urgent; or None."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)

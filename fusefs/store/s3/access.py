@@ -335,7 +335,7 @@ class AccessSource:
         except AttemptError as error:
             is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
             if is_lack and self.principal is not None:
-                # There were credentials before: their provider is silent, or their file is rewritten.
+                # There were credentials before: the provider is silent, or the file is rewritten.
                 raise AttemptError(replace(error.failure, is_retryable=True)) from error
             raise
         return access
