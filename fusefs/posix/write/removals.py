@@ -53,7 +53,8 @@ NAME = "removals"
 # Removals are deferred after MANY files in a row, with pauses of at most PAUSE_S between them.
 MANY = 8
 PAUSE_S = 1.0
-# For this long after a delete, S3 counts as allowing deletes in the directory; most directories.
+# For this long after a delete, S3 counts as allowing deletes in the directory. MOST_ALLOWED is
+# the largest number of directories that are remembered.
 ALLOWED_S = 10.0
 MOST_ALLOWED = 1000
 # With more removals waiting, programs wait for each DELETE again.
@@ -123,6 +124,7 @@ class Removals:
         self._retrying = trio.CapacityLimiter(RETRIES_AT_ONCE)
         # By directory: the time until which S3 counts as allowing deletes, the oldest first.
         self._allowed: OrderedDict[str, float] = OrderedDict()
+        # The length and the end of the latest row of removals.
         self._row = 0
         self._last = -math.inf
 

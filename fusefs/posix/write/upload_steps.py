@@ -112,7 +112,7 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """Note after a refusal that the store knows no conditions; False if it used none."""
+        """Note after a refusal that the store knows none; False if no object was the base."""
         if not staged.is_content_dirty or not self._is_built(staged):
             return False
         logger.warning("this store knows no conditions: the last node to close a file wins")

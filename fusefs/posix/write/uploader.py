@@ -295,7 +295,7 @@ class Uploader(UploadSteps):
             staged.lock.release()
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        """Upload a locked file; after a conflict retry, use another key, or drop the changes."""
+        """Upload a locked file; after a conflict retry, use another key, or set it aside."""
         try:
             for is_last in (*(False,) * MOST_CONFLICTS, True):
                 if not staged.is_dirty:
