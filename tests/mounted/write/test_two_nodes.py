@@ -445,10 +445,11 @@ def test_what_was_appended_before_the_daemon_was_killed_goes_behind(nodes: MakeN
     append(here / "log", "old\n")
     both.sync()
     both.faulty.clear()
-    hold = both.faulty.add("PUT", "*/log", stall=True)
+    # Refused, and not held back: what is held back may still be carried out after the kill.
+    refusal = both.faulty.add("PUT", "*/log", code="InternalError")
     append(here / "log", "one\n")
     first.kill()
-    both.faulty.remove(hold)
+    both.faulty.remove(refusal)
     append(there / "log", "two\n")
     fusefs("sync", there)
     first.start()
