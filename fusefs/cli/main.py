@@ -203,15 +203,15 @@ def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
     from fusefs.cli import status_report, warm
     from fusefs.settings.display import shown
 
-    jobs = warm.start(requests)
     try:
+        jobs = warm.start(requests)
         warm.accepted(jobs)  # a missing path is an error at once
         if not is_waiting:
             return 0
         ended = warm.wait(jobs)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        _complain("the job goes on; fusefs status shows its progress, fusefs warm --cancel ends it")
+        _complain("what has begun goes on; fusefs status shows it, fusefs warm --cancel ends it")
         return 130
     for request, job in ended.items():
         print(shown(f"{request.title}: {status_report.warm_progress(job)}"))

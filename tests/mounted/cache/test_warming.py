@@ -168,7 +168,7 @@ def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3
     waiting.send_signal(signal.SIGINT)
     _, output = waiting.communicate(timeout=30)
     assert waiting.returncode == 130
-    assert "the job goes on" in output
+    assert "what has begun goes on" in output
     faulty.remove(stalled)
     until(lambda: jobs(here)[-1]["state"] == "ended", "its end")
     assert jobs(here)[-1]["done_files"] == 41
