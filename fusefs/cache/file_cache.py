@@ -236,7 +236,7 @@ class FileCache:
         self.order.use(file)
 
     def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
-        """Remove a user of a file; the last one closes it and returns it to the eviction order."""
+        """Remove a user of a file; after the last one, close the file and let it be evicted."""
         file.pins -= 1
         if file.pins:
             return
@@ -427,7 +427,8 @@ class FileCache:
         The caller closes the file's descriptor `fd`, and must not write to the file any more. Only
         the ranges `present` have content (None: all). `crc` is the file's CRC32, if known; `taken`
         is its `CacheFile`, if `Handover.take_out` took it out of the cache. Blocks briefly. Returns
-        False, and leaves the file there, if the version has or gets another, or the disk fails.
+        False, and leaves the file there, if the version has or is getting another file, or (with
+        `taken`) another user, or if the disk fails.
         """
         file = self.pin(version)
         try:
@@ -541,7 +542,7 @@ class FileCache:
         self._obsolete.append(version)
 
     async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
-        """Return (version, file) of each cached version from `obsolete`; let files be evicted."""
+        """Return (version, file) of the cached `obsolete` versions; pins no longer protect them."""
         versions, self._obsolete = self._obsolete, []
         found = zip(versions, await self.look_up(versions), strict=True)
         copies = [(version, file) for version, file in found if file is not None]
@@ -619,13 +620,13 @@ class FileCache:
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
-        """Call `Disk.unlink`, or only return None if the file must not be evicted. Blocks."""
+        """Call `Disk.unlink`; if the file must not be evicted, only return None. Blocks."""
         with contextlib.suppress(sqlite3.Error):  # then rely on what this mount knows
             file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
         return None if file.is_retained else self.disk.unlink(file.name, generation)
 
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
-        """Take over the descriptor that a thread has opened or created."""
+        """Take over the descriptor of a file that a thread has opened or created."""
         file.fd = found.fd
         if found.ranges is not None:
             # It is not the file that was known before, whose ranges no longer exist.

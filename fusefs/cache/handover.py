@@ -1,8 +1,8 @@
-"""Takes files out of the cache to be written to; after the upload they return as a new version.
+"""Takes files out of the cache for writing; after its upload a file returns as a new version.
 
-Programs for which the kernel reads such a file (passthrough) see what is written. The catalog
-forgets the file first, so that if this process dies, no other process takes the changed bytes for
-the old version.
+Programs for which the kernel reads such a file (passthrough) see the writes. The catalog row of
+the file is removed first, so that if this process dies, no other process takes the changed bytes
+for the old version.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Handover:
         self._ensure_open = ensure_open
 
     async def prepare(self, file: CacheFile) -> bool:
-        """Remove a pinned file from the catalog; False if it is incomplete or used elsewhere.
+        """Remove a pinned file's catalog row; False if incomplete or used by another mount.
 
-        `take_out` or `cancel` must follow. Users that open the file meanwhile will see the changes.
+        `take_out` or `cancel` must follow. Programs that open the file meanwhile see the changes.
         """
         if not await self._ensure_open(file) or not self._is_own(file):
             return False
@@ -56,7 +56,7 @@ class Handover:
             self._catalog_writer.record_again(file)
 
     def take_out(self, file: CacheFile, path: str) -> None:
-        """Move a file out to `path`; raises OSError, with EBUSY if another mount uses the file."""
+        """Move a file out of the cache to `path`; raises OSError (EBUSY: another mount uses it)."""
         place = self._disk.path(file.name, file.generation)
         os.rename(place, path)
         if self._disk.is_shared(file.fd):
@@ -69,7 +69,7 @@ class Handover:
         file.is_kept = file.is_ours = file.is_retained = False
 
     def succeed(self, new: CacheFile, taken: CacheFile) -> None:
-        """Put `taken`, a file that was taken out, into the cache as the file of `new`'s version."""
+        """Put `taken`, a file that was taken out, into the cache as the copy of `new`'s version."""
         taken.name, taken.size, taken.version = new.name, new.size, new.version
         taken.is_kept = taken.is_ours = True
         taken.is_passed_over = False

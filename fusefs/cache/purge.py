@@ -30,7 +30,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
 def find_obstacles(directory: Path) -> dict[str, object]:
-    """Find the obstacles to removing a cache directory, for `look`; raises OSError. Blocks."""
+    """Return the `is_used` and `leftovers` that `look` prints; raises OSError. Blocks."""
     is_used, leftovers = False, 0
     for part in _listed(directory):
         # Read-only mounts have no staging directory.

@@ -171,8 +171,8 @@ class Integrity:
     async def copy(self, file: CacheFile, target: int, start: int, stop: int) -> bool:
         """Copy the bytes [start, stop) of a pinned, open file to the descriptor `target`.
 
-        Returns False if the file does not have all bytes, or if they are wrong; then the
-        file is dropped. `target` may then have some bytes of the copy.
+        Returns False if some bytes are missing, unreadable or wrong; `target` may then have
+        some bytes of the copy. A file whose bytes are wrong or lost on the disk is dropped.
 
         Raises:
             OSError: `target` can't be written.
@@ -188,8 +188,8 @@ class Integrity:
     async def read(self, file: CacheFile, start: int, stop: int) -> bytearray | None:
         """Read the bytes [start, stop) of a pinned, open file and compare their checksums.
 
-        Returns None if some bytes are missing or have no checksum, or if they are wrong;
-        then the file is dropped.
+        Returns None if some bytes are missing or can't be read now, or if some are lost on the
+        disk, wrong or without a checksum; in the last three cases the file is dropped.
         """
         content = bytearray()
 
@@ -236,7 +236,7 @@ class Integrity:
 def sums_in(
     catalog: Catalog, st_ino: int, generation: str, pending: list[Sum], start: int, stop: int
 ) -> list[Sum]:
-    """Join `pending` and the catalog's checksums of [start, stop), if readable. Blocks."""
+    """Join `pending` and the catalog's checksums of [start, stop), if it is readable. Blocks."""
     try:
         recorded = catalog.sums(st_ino, generation, start, stop)
     except sqlite3.Error as error:
@@ -248,7 +248,7 @@ def sums_in(
 def examine(
     read: Read, sums: list[Sum], present: RangeMap
 ) -> tuple[OSError | Sum | None, list[Sum]]:
-    """Compare a file with `sums`; return a fault or None, and sums of other bytes. Blocks.
+    """Compare a file with `sums`; return a fault or None, and sums of bytes without one. Blocks.
 
     A fault is a sum that does not match its bytes, or the disk's error.
     """

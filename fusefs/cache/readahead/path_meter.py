@@ -74,7 +74,7 @@ class PathMeter:
         return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
 
     def share(self, reader: object) -> int:
-        """Note that a reader reads now; return the number of parts to download at a time for it."""
+        """Note that a reader reads now; return the number of its parts to download at a time."""
         now = self.clock()
         self._readers[reader] = now
         for other in [each for each, at in self._readers.items() if now - at > IDLE_S]:
@@ -92,7 +92,7 @@ class PathMeter:
         self._under_way += downloads
 
     def arrived(self, size: int) -> None:
-        """Count `size` bytes that any download brought; end the round after enough bytes."""
+        """Count `size` bytes from any download; end the measuring round after enough bytes."""
         self._arrived += size
         if self._arrived >= self.width * self._part:
             self._end_round()
@@ -133,7 +133,7 @@ class PathMeter:
             self._judge(width, arrived / elapsed_s)
 
     def _judge(self, width: int, brought: float) -> None:
-        """Choose the next width after a full round of `width`, with `brought` bytes per second."""
+        """Choose the next width; a round that used all of `width` gave `brought` bytes a second."""
         base, base_brought = self._base
         if self._is_trial and brought < GAIN * base_brought:
             self._width, self._is_trial = base, False

@@ -116,16 +116,16 @@ class Window:
 
     @property
     def is_in_order(self) -> bool:
-        """True if a second read has followed the first."""
+        """True if at least one read has begun at or near the expected offset."""
         return self._size > 0
 
     def is_next(self, start: int) -> bool:
-        """True if a read that begins at `start` is in order, or slightly out of it."""
+        """True if a read that begins at `start` continues the stretch, exactly or nearly."""
         tolerance = TOLERANCE if self._size else NEAR
         return -tolerance <= start - self._expected <= tolerance
 
     def reads(self, stop: int) -> None:
-        """Note a read in order, up to `stop`."""
+        """Note a read in order that ends at `stop`; start downloads of the next bytes if due."""
         if stop <= self._expected:
             return
         self._expected = stop
@@ -169,7 +169,7 @@ class Window:
 
 
 class RandomReads:
-    """Random reads of a file: fetches the whole file once the reads have waited for long enough."""
+    """Fetches a whole file once random reads of the file have waited for long enough."""
 
     __slots__ = ("_downloader", "_file", "_scope", "_until", "_waited_s")
 
