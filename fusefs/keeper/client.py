@@ -170,7 +170,11 @@ class KeeperClient:
         return [(reply.value, reply.error) for reply in replies]
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Return a process's fate, or with `ino` HOLDS, HOLDS_NOT or UNKNOWN (linux/callers.py)."""
+        """Ask the keeper for a process's fate, or if it or a child has `ino` open for writing.
+
+        Returns one of `FATES`, or with `ino` (a file's st_ino) HOLDS, HOLDS_NOT or UNKNOWN, as in
+        linux/callers.py. UNKNOWN also means that no answer came within `LOOK_LIMIT_S`.
+        """
         if self.gone.is_set() or not self.namespace:
             return UNKNOWN
         number, reply = self._expect_reply()
@@ -186,7 +190,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Give a backing id back; the reply, or ECONNRESET, sets the event and calls `done`."""
+        """Close a backing id; the reply or ECONNRESET sets the returned event and calls `done`."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():

@@ -52,7 +52,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def peer(path: str | os.PathLike[str]) -> int | None:
-    """Return the pid of the process that listens on `path`, even if it hangs; None without one."""
+    """Return the pid of the listener on `path`, even if it hangs; None if no process listens."""
     try:
         with sockets.connect(path, PEER_TIMEOUT_S) as sock:
             return sockets.peer_of(sock)[0]

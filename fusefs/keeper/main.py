@@ -10,8 +10,8 @@ The keeper is one loop over descriptors and deadlines, and makes no call that co
 (broker.py), its child, reads the daemon's messages, and becomes the keeper if the keeper is killed.
 
 `python -I -S -c` calls `main`, which reads one JSON object from standard input (`Configuration` and
-`begin`). Standard output is the first daemon's, or gets the error if no daemon can be started;
-standard error is the log. Few modules are imported, to save memory.
+`begin` read its fields). The first daemon inherits standard output; if no daemon can start, the
+keeper writes the error there. Standard error is the log. Few modules are imported, to save memory.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
 
-# Keepers that may fail in the whole life of a mount before it is given up.
+# Keepers that may end by their own errors, in a mount's whole life, before the mount is given up.
 MOST_FAILURES = 10
 
 
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
-    """Make a keeper for a daemon: one that serves already, or a new one, which is started here.
+    """Make the keeper; take over a daemon that serves already, or start a new daemon.
 
-    With `fuse_fd` in `given` the mount exists. If the supervisor has the mount's daemon, the keeper
-    takes this daemon over; else it starts one, unless another daemon `goes_on` serving.
+    With `fuse_fd` in `given` the mount exists, and its daemon is taken over if the supervisor has
+    one. Otherwise a daemon is started, unless `goes_on` says that the old daemon still serves.
 
     Raises:
-        OSError: no daemon was taken over or could be started.
+        OSError: no daemon was taken over, and none was started.
         BecomeBroker: in the forked child.
     """
     state = KeeperState(Program(given["command"], given["settings"]))
@@ -78,7 +78,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
-    """Take over a daemon that lost its keeper; None without such a daemon, OSError if unknown."""
+    """Adopt a daemon that lost its keeper; None if there is none, OSError if that is unknown."""
     if configuration.supervisor is None:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,7 +93,10 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """Return the keeper that a broker becomes, or 1 after too many; may raise BecomeBroker."""
+    """Return the keeper that a broker becomes; raises BecomeBroker in the forked child.
+
+    After `MOST_FAILURES` failed keepers the mount is given up, and exit status 1 is returned.
+    """
     if broker.state.keeper_failures >= MOST_FAILURES:
         log("the mount is given up: its keepers fail one after the other", "ERROR")
         broker.process.kill()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 QUIESCE_S = 10.0
 MOST_LINGERING = 8
 
-# The death of a daemon that served for less is a quick death, unless the daemon was killed.
+# A death after less time of service is a quick death, unless the daemon was killed.
 QUICK_S = 5.0
 MOST_QUICK_DEATHS = 10
 FIRST_DELAY_S = 0.1
@@ -327,10 +327,10 @@ class Keeper:
             return
         try:
             self.start()
-            # At once, as the descriptor store may have died with the last daemon.
+            # Deposited at once, as the descriptor store may have died with the last daemon.
             self._deposit()
         except OSError as error:
-            # Memory is short, a file is being replaced on the disk, or no supervisor listens.
+            # Perhaps memory is short, a file is being replaced, or no supervisor listens.
             if self._obstacle != str(error):
                 log(f"no daemon can be started: {error}")
             self._obstacle = str(error)
@@ -443,7 +443,7 @@ def _unmount(mountpoint: str) -> None:
 
 
 def _detach(mountpoint: str) -> None:
-    """Detach the mount, with fusermount3 if this process may not; may raise OSError."""
+    """Detach the mount, by fusermount3 if umount2(2) is not permitted; may raise OSError."""
     try:
         libc.umount(mountpoint, libc.MNT_DETACH | libc.UMOUNT_NOFOLLOW)
     except PermissionError:

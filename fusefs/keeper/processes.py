@@ -2,9 +2,9 @@
 
 If a daemon is silent for too long, the keeper sends it SIGUSR1, so that it logs
 its stacks, and then kills it. Messages that the broker has read before may arrive
-after the daemon's death: the daemon is over when these are handled too, and
-policy.py decides about its successor. Nothing here waits for a process: one that
-does not end because it hangs in the kernel is remembered and left behind.
+after the daemon's death; when these are handled too, policy.py decides about the
+daemon's successor. Nothing here waits for a process: a process that does not end
+because it hangs in the kernel is remembered and left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 DUMP_S = 0.5  # time in which a hanging daemon writes its stacks
 CUT_OFF_S = 1.0  # time that a daemon has to end after it has closed its socket
 DRAIN_S = 1.0  # time in which a broker sends its last messages
-# A killed process in state D does not end; if it waits for a write, it may end later.
+# A killed process that still exists after this time hangs in the kernel (state D); it may end later
+# if it waits for a write.
 LINGER_S = 5.0
 END_S = 2.0
 
@@ -170,8 +171,8 @@ class BecomeBroker(Exception):
 class ProcessTable:
     """The processes of one mount.
 
-    `on_message` gets each message of a daemon, `on_exit` each daemon that is over;
-    `close_in_child` closes, in a forked child, the descriptors that only the keeper uses.
+    `on_message` gets each message of a daemon, `on_exit` each daemon that has ended or is
+    left behind; `close_in_child` closes, in a forked child, the keeper's own descriptors.
     """
 
     def __init__(

@@ -14,20 +14,21 @@ Daemon to keeper, in the order in which they come:
     MOUNT         once, only after FRESH; answered by MOUNTED
     DEPOSIT       + the /dev/fuse descriptor of a mount that the daemon made;
                   once, only after FRESH, and only where d of WELCOME is 0
-    SERVING       a: 1 if the kernel can resend requests, which are answered from now on.
-                  Answered by ABLE.
+    SERVING       the daemon answers requests from now on; a: 1 if the kernel can resend
+                  requests. Answered by ABLE.
     BACKING_OPEN  a: the daemon's number for the first file (the others are numbered
                   consecutively), b: the number of files, at most MOST_FILES; + their
                   descriptors. Answered by BACKING_OPENED.
     BACKING_CLOSE a: the daemon's number for this request, b: id. Answered by BACKING_CLOSED.
-    TICK          a: requests in flight. Each second, from the event loop.
+    TICK          a: requests in flight. The event loop sends it each second, or less often
+                  while the mount is idle.
     UNMOUNT       unmount, or detach the mount if it is in use. Not answered: the
                   daemon serves until the kernel reports that the mount is gone.
     ENDING        the daemon ends on purpose: unmounted, by SIGTERM, or quiesced
     KNOWN         b: id, c: st_ino of a file that the last keeper had registered. Sent to
                   a new keeper, before SERVING.
-    LOOK          a: the daemon's number for this request, b: the thread's pid in a FUSE request,
-                  c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
+    LOOK          a: the daemon's number for this request, b: a thread's pid, from a FUSE
+                  request, c: 0, or the st_ino of a file; only after ABLE. Answered by LOOKED.
 
 Keeper to daemon:
 
@@ -68,7 +69,7 @@ VERSION = 1
 
 MESSAGE = struct.Struct("<IiQQQQ")
 PAIR = struct.Struct("<QQ")
-# The most files of a BACKING_OPEN, and so the most pairs of a message.
+# The maximum number of files in a BACKING_OPEN, and so of pairs in a message.
 MOST_FILES = 16
 
 HELLO = 1
@@ -102,7 +103,7 @@ PREPARE = 2
 # The exit status of a daemon that cannot use the mount's state.
 CANNOT_TAKE_OVER = 3
 
-# The kinds of each direction, with their numbers of descriptors; AS_MANY: b of the message.
+# The kinds of each direction, with their numbers of descriptors; AS_MANY: b is the number.
 AS_MANY = -1
 FROM_DAEMON = dict.fromkeys(range(HELLO, LOOK + 1), 0) | {DEPOSIT: 1, BACKING_OPEN: AS_MANY}
 FROM_KEEPER = dict.fromkeys(range(WELCOME, LOOKED + 1), 0) | {MOUNTED: 1, TAKE: 1}
@@ -146,7 +147,7 @@ def with_pairs(message: bytes, pairs: Iterable[tuple[int, int]]) -> bytes:
 
 
 def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
-    """Send one packed message, with a descriptor if there is one.
+    """Send one packed message, with the descriptor `fd` unless that is negative.
 
     Raises:
         BlockingIOError: the socket is non-blocking and full; nothing was sent.

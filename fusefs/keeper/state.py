@@ -42,7 +42,7 @@ class Configuration:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.mountpoint: str = given["mountpoint"]
-        # Another name of the mountpoint, which mount(2) takes where an automounter waits.
+        # The path for mount(2): where an automounter waits, another path of the mountpoint.
         self.mount_at: str = given.get("mount_at", self.mountpoint)
         # The descriptor that locks the mountpoint, held until the mount is made: if the launcher
         # is killed before, no other command mounts on the same directory.
@@ -142,7 +142,7 @@ class KeeperState:
         return self.has_resend or self.is_all_answered
 
     def note_end(self, reason: str) -> None:
-        """Record the reason why a daemon's service has ended, and that its requests are over."""
+        """Record the time and the reason of a daemon's end; no request is in flight any more."""
         self.last_death_ns = time.time_ns()
         self.last_reason = reason
         self.in_flight = 0
