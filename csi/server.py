@@ -40,7 +40,7 @@ MAX_CALLS = 100
 QUICK_THREADS = 28
 # Time limit for every call: a bit less than the two minutes that kubelet gives a call.
 LONGEST_CALL_S = 110.0
-# A call whose deadline is further away than this has no deadline.
+# A call whose deadline is further away than this counts as a call without a deadline.
 NO_DEADLINE_S = 86400.0
 # Time between the end of a call's work and the caller's deadline.
 MARGIN_S = 3.0
@@ -108,7 +108,7 @@ class Server:
 
 
 def end_of(context: grpc.ServicerContext) -> float:
-    """Return the time (monotonic clock) at which a call's work has to end, for its answer."""
+    """Return the time (monotonic) by which a call's work must end to be answered in time."""
     remaining_s = time_left(context)
     if remaining_s is None:
         remaining_s = LONGEST_CALL_S

@@ -65,7 +65,7 @@ class Bucket:
         write_options: WriteOptions = NO_OPTIONS,
         progress: Progress | None = None,
     ) -> None:
-        """Check the store's address; `progress` is told each request that is sent.
+        """Check the store's address. `progress` gets the name of each request that is sent.
 
         Raises:
             InvalidArgumentError: the address is forbidden, or would get the SSE-C key unencrypted.

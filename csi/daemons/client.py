@@ -70,13 +70,13 @@ class SupervisorClient:
         return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Ask the mount's keeper to send the supervisor a copy soon; may raise ControlError."""
+        """Have the mount's keeper send the supervisor a copy soon; may raise ControlError."""
         control.exchange(
             registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
         )
 
     def drop(self, root: KernelMount) -> None:
-        """Close the supervisor's copy of a mount's descriptor; OSError if it does not answer."""
+        """Have the supervisor close its copy of a mount's descriptor; OSError without an answer."""
         supervisor_protocol.drop(self._path, *_name(root))
 
     # --- daemons ---

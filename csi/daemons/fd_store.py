@@ -16,7 +16,7 @@ Held = tuple[int, int]
 
 
 class FdStore:
-    """A store of descriptors, which it owns; at first it has the descriptors in `held`.
+    """A store that owns descriptors, and starts with those in `held`.
 
     `loop` is the event loop of the process.
     """

@@ -1,7 +1,7 @@
 """Starts the daemons of a node's mounts for their keepers, watches them, and holds descriptors.
 
-The keepers are in another container, which is privileged; this process has no privilege but to set
-its children's users. Keepers send their requests over a named socket
+The keepers are in another container, which is privileged; this process's only privilege is to set
+the users of its children. Keepers send their requests over a named socket
 (fusefs/keeper/supervisor_protocol.py). A daemon gets /dev/fuse and its other resources over a
 socket to its keeper. A daemon without a keeper continues, until a new keeper adopts it. Daemons are
 forked from this process (forking.py), and end with it. The process reads nothing from daemons,

@@ -76,7 +76,7 @@ class CacheDomains:
         return hmac.digest(self._key, text, "sha256").hex()[:32]
 
     def claim(self, name: str) -> CacheDomain:
-        """Return the domain of this name, used now; make its directory if it is missing.
+        """Return the domain of this name and record its use; make its directory if missing.
 
         Raises:
             ResourceExhaustedError: all uids are taken.
@@ -132,7 +132,7 @@ class CacheDomains:
         return sorted(found, key=lambda domain: domain.used_ns)
 
     def set_aside(self, domain: CacheDomain, *, keeps_state: bool = False) -> Path:
-        """Move a domain's directory away from all mounts, and return the new path.
+        """Move a domain's cache to a path that no mount finds, and return this path.
 
         With `keeps_state` the mounts' state stays at the old path. Call only within `alone`.
         """
@@ -171,7 +171,7 @@ class CacheDomains:
     def alone(self) -> Iterator[None]:
         """Lock the domains for the block: no other thread or process claims one meanwhile."""
         with open(self.directory / "lock", "ab") as lock:
-            # Daemons' users reach the file, and could lock it if they might read it.
+            # Daemons' users can reach the file, and could lock it if they could read it.
             os.fchmod(lock.fileno(), 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -116,7 +116,7 @@ class CacheCollector(threading.Thread):
         self._finish(leaving)
 
     def _finish(self, directory: Path) -> None:
-        """Remove a directory from `CacheDomains.set_aside`, which no mount finds any more."""
+        """Remove a directory that `CacheDomains.set_aside` has moved away from all mounts."""
         uid = directory.lstat().st_uid
         if uid == 0:
             # The process that made the directory was killed before chown.
@@ -132,7 +132,7 @@ class CacheCollector(threading.Thread):
 
 @contextlib.contextmanager
 def _keeping_no_other() -> Iterator[None]:
-    """Log an OSError of the block, by which a hostile identity could stop other removals."""
+    """Log an OSError of the block: a hostile identity must not stop the other removals."""
     try:
         yield
     except OSError as error:

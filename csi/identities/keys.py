@@ -37,7 +37,7 @@ class AccessKeys:
 
 
 def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
-    """Return the access keys in a Secret's fields; None if the Secret has no field of them."""
+    """Return the access keys in a Secret's fields; None if the Secret has no access keys."""
     found = _fields(secrets)
     found.pop(_CUSTOMER_KEY, None)
     if not found:

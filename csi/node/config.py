@@ -103,9 +103,9 @@ class NodeConfiguration:
 def be_the_only_driver(state: Path) -> None:
     """Lock the node's state directory; wait for the end of another driver that has the lock.
 
-    Two drivers, as of overlapping pools or a pod that was deleted by force, would each end mounts
-    that the other driver is just making. The lock ends with this process. Raises OSError if the
-    lock's file cannot be made.
+    Two drivers, which overlapping node pools or a forced deletion of a pod can cause, would each
+    end mounts that the other driver is just making. The lock ends with this process. Raises OSError
+    if the lock's file cannot be made.
     """
     fd = os.open(state / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -31,7 +31,7 @@ class UploadingError(AbortedError):
 
 
 class Drains:
-    """The mounts that are to end, and since when. One call at a time for each volume."""
+    """Ends mounts after their uploads or `drainTimeout`. Callers serialise calls for a volume."""
 
     def __init__(self, mounts: Mounts) -> None:
         self._mounts = mounts
@@ -93,7 +93,7 @@ class Drains:
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
-        """Ask the daemon, and return the same sentence as `_pending`, also without an answer."""
+        """Return a sentence from the daemon's status, as `_pending`, or one that it is missing."""
         status = record.status()
         try:
             if status is not None:

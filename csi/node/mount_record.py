@@ -66,7 +66,7 @@ class MountRecord:
 
 
 class MountRecords(RecordFiles[MountRecord]):
-    """The records of mounts, by their keys. One call at a time for each volume."""
+    """The records of mounts, by their keys. Callers serialise calls for the same volume."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, MountRecord)

@@ -1,7 +1,7 @@
-"""The mounts of the volumes: one for each key, made once and bound to many target paths.
+"""The mounts of the volumes: each mount has a key, is made once and bound to many target paths.
 
 Pods of a node that use a volume in the same way, as the same identity, share one mount. The target
-paths of a mount are read from mountinfo: all mounts of its file system but its own root.
+paths of a mount are read from mountinfo: all mountpoints of its file system except its own root.
 
 A mount is *alive* while its keeper or its daemon has the mount's connection open, as their sockets
 show; no file of the mount is accessed. A dead mount is unmounted from its root and made anew; its
@@ -54,7 +54,7 @@ RESUME_S = 900.0
 
 
 class Mounts:
-    """The driver's mounts, with roots below one directory. One call at a time for each volume."""
+    """The driver's mounts, with roots below one directory. Callers serialise calls for a volume."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class Mounts:
         return [key for key in os.listdir(self._roots) if self.records.read(key) is None]
 
     def key_behind(self, mount: KernelMount, table: MountTable) -> str | None:
-        """Return the key of the mount that `mount` at a target path shows; None if unknown."""
+        """Return the key of the mount of which `mount` is a bind mount; None if unknown."""
         for one in table.of_device(mount.device):
             if one.mountpoint.parent == self._roots:
                 return one.mountpoint.name
         return None
 
     def behind(self, mount: KernelMount, table: MountTable) -> MountRecord | None:
-        """Return the record of the mount that `mount` at a target path shows; None without one."""
+        """Return the record of the mount of which `mount` is a bind mount; None without one."""
         key = self.key_behind(mount, table)
         return self.records.read(key) if key is not None else None
 
@@ -100,7 +100,7 @@ class Mounts:
         if top is None:
             return []
         found = (one.mountpoint for one in table.of_device(top.device))
-        # Roots are told apart by their names, because a root may be visible at several paths.
+        # Roots are recognised by their names, because a root may be visible at several paths.
         return [path for path in found if path.name != key]
 
     def is_alive(self, record: MountRecord, table: MountTable) -> bool:
@@ -122,7 +122,7 @@ class Mounts:
     # --- beginning ---
 
     def start(self, record: MountRecord, deadline: float) -> None:
-        """Make the record's mount, or resume it, until `deadline` (monotonic clock).
+        """Make the mount of a record, or resume it if it exists, until `deadline` (monotonic).
 
         Raises:
             CsiError: a new mount could not be made, and nothing is mounted; or an existing mount
@@ -221,7 +221,7 @@ class Mounts:
                 self._keepers.discard(keeper)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
-        """Resume a dead mount, or ask for its descriptor if the descriptor store lacks it.
+        """Resume a mount that only the descriptor store holds, or send the store its descriptor.
 
         Raises:
             CsiError: the mount could not be resumed.
@@ -321,7 +321,7 @@ class Mounts:
     def _kill(self, root: Path, processes: list[int]) -> None:
         """Abort the FUSE connection at `root`; kill `processes` (pidfds) and remote daemons."""
         with contextlib.suppress(ControlError):
-            # The keeper has the connection open; by its number another mount could be aborted.
+            # The keeper aborts its own connection: by number, another mount's might be aborted.
             keeper_request(root, {"do": "abort"}, ANSWER_TIMEOUT_S)
             _have_ended(processes, time.monotonic() + ENDED_S)
         for process in processes:

@@ -4,8 +4,8 @@ A killed driver leaves unused mounts, directories of mounts that have ended, and
 store holds their connections, mounts that wait for a daemon. The reconciler finds all of them from
 the records and mountinfo.
 
-Volumes are reconciled in parallel, because a mount that hangs may take a minute. Up to `AT_ONCE`
-volumes are worked on at a time; a volume that has taken `WORKING_S` counts as waiting.
+Volumes are reconciled in parallel, because a mount that hangs may take a minute. At most `AT_ONCE`
+volumes are reconciled at a time, not counting those that have taken `WORKING_S` seconds already.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Reconciler(threading.Thread):
             self._lock.notify()
 
     def _wait_for_turn(self, volume_id: str) -> bool:
-        """Wait until few volumes work, and count this one; False if it is still in progress."""
+        """Wait until under `AT_ONCE` volumes work; add this one. False if it is added already."""
         with self._lock:
             if volume_id in self._in_progress:
                 return False

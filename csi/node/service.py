@@ -92,7 +92,7 @@ CAPABILITIES = (
 
 
 def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
-    """Make a command line's service; raise CsiError or OSError if a directory cannot be used."""
+    """Make the service from its flags; raise CsiError or OSError for an unusable directory."""
     configuration = configuration_of(arguments)
     configuration.prepare()
     be_the_only_driver(configuration.state_directory)
@@ -252,7 +252,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         else:
             self._begin(plan, ends)
         if self._warmups.blocks_publish(record, warm):
-            # Under the claim, because only this waiting target keeps the mount from its end.
+            # While the claim is held: without a target that waits, the mount would be ended.
             self._warmups.add_waiter(record.key, warm, publish.target)
             return record, warm
         self._bind(record, publish)
@@ -314,7 +314,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         return identity, location, options
 
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
-        """Plan the mount that a volume needs; its record exists, or a new one is written."""
+        """Plan the mount that a volume needs; write a record of the mount if there is none."""
         identity, location, options = self._who(request, publish)
         cluster_cache = None
         if identity.customer_key is None:  # only S3 and the local cache have data with such a key

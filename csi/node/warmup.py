@@ -8,8 +8,8 @@ target. When `warmTimeout` is over, the pod starts and the warming continues.
 
 A mount is warmed only once, however many pods use it; if each pod fetches its own part
 (`warmShards`), each part is fetched once. Start times and waiting targets are on record beside the
-mounts' records, for a restarted driver. All times are of the monotonic clock, which all processes
-since the machine's boot share.
+mounts' records, for a restarted driver. All times are of the monotonic clock, which is the same for
+all processes until the next reboot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A warm-up, which `began` with the first call; `waiting` has each target's last call."""
+    """A warm-up's record: times of its first call (`began`) and of each target's last call."""
 
     began: float
     is_over: bool = False
@@ -56,7 +56,7 @@ class Warmups:
         self._lock = threading.Lock()
 
     def begin(self, record: MountRecord, warm: WarmOption) -> None:
-        """Start the warm-up of a served mount, unless it has had one, without waiting for the end.
+        """Start the warm-up of a served mount if none is on record; do not wait for its end.
 
         A failure is only logged, because the volume is published already.
         """
@@ -95,7 +95,7 @@ class Warmups:
         """Wait until the mount is warm, warming has failed or `warmTimeout` has passed.
 
         Raises:
-            AbortedError: not over at `ends` (monotonic clock); the message tells the progress.
+            AbortedError: the warm-up still runs at `ends` (monotonic clock); says the progress.
         """
         began = self.add_waiter(record.key, warm, target)
         status = "is starting"

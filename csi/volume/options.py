@@ -3,8 +3,8 @@
 Both accept the settings of `fusefs mount` that a user of a node may choose, under the setting's own
 name (`cache-size`) or in Kubernetes' spelling (`cacheSize`). Attributes in `_OWN` also choose the
 identity, the time limit for uploads at the end, and the files to fetch before they are read. All
-other options are refused: settings that name a path of the node, reach another host, or are for the
-node to decide. An inline volume may have fewer options, since any author of a pod can write one.
+other options are refused: those that name a path of the node, reach another host, or are decided by
+the node. An inline volume may have fewer options, since any author of a pod can write one.
 
 The functions raise InvalidArgumentError, whose message names the attribute or option.
 """
@@ -84,7 +84,7 @@ _NUMBERED = re.compile(r"-([0-9]{1,5})(?:-[bcdfghjklmnpqrstvwxz2456789]{5})?\Z")
 _LONGEST_KEY = 1024
 # The maximum time for a request's retries: its caller does not wait any longer.
 LONGEST_RETRY_S = 300.0
-# More than a minute, because refusals may pass while a change of policies spreads.
+# More than a minute, because refusals may be temporary while a change of policies spreads.
 REVOKE_AFTER = "120s"
 
 
@@ -92,8 +92,8 @@ REVOKE_AFTER = "120s"
 class WarmOption:
     """The paths of a volume to fetch before they are read; "" stands for the whole volume.
 
-    With `is_first` a pod starts only when the files are fetched, or after `timeout_s`. With
-    `shards` the files are split into so many parts; a pod fetches `part`, counted from 0.
+    With `is_first` a pod starts only when the files are fetched, or after `timeout_s`. `shards` is
+    the number of parts into which the files are split; a pod fetches `part`, counted from 0.
     """
 
     paths: tuple[str, ...] = ()
