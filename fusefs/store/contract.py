@@ -60,14 +60,14 @@ class Store(Source, Protocol):
         Up to `part_size` bytes take one PUT; more take a multipart upload, which is aborted if it
         fails or is cancelled. S3 compares a checksum of all bytes. After the return, also by
         cancellation, `fd` is not used any more. A cancelled PUT may still take effect. After a PUT,
-        `mtime_ns` is this machine's time, to the second: only a HEAD returns S3's time, and it
-        would take half as long again. The metadata in the result includes the token.
+        `mtime_ns` is this machine's time, to the second: only a HEAD returns S3's time, and would
+        make the call take half as long again. The metadata in the result includes the token.
 
         Raises:
             ConflictError: the condition does not hold; `.errno` is EEXIST for IF_ABSENT and ESTALE
                 for IfMatch.
             CredentialsError: the credentials were not renewed in the retry time.
-            UnsupportedError: the store refuses such conditions; others ignore them (probing.py).
+            UnsupportedError: the store refuses conditions; other stores ignore them (probing.py).
             ValueError: the metadata can't be sent.
         """
 
@@ -105,7 +105,7 @@ class Store(Source, Protocol):
         """Copy exactly `source` to `key` on the server, whatever its size.
 
         Content type, storage class, tags and other properties are kept. User metadata and the token
-        are kept unless `write` has new ones, with which `key` may also be the source's. The copy
+        are kept unless `write` has new ones; then `key` may also be the source's own key. The copy
         may have another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD;
         fields that it lacks are missing from the result too. If the store does not implement
         conditions for copies, the copy is unconditional.
@@ -133,7 +133,7 @@ class Store(Source, Protocol):
         """Delete objects, those in `etags` only if they have that ETag; return the failures."""
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers of requests and bytes since the start, by the names in `status`.
+        """Return the numbers of requests and bytes since the start, by their names in `status`.
 
         `connections` is not a sum: it is the number of requests that may run at once now.
         """

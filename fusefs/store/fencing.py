@@ -5,8 +5,9 @@ A request whose sender has timed out or died may still be executed, seconds late
 - A condition (`Expect`, store/interface.py) restricts the change to the object that the mount
   knew. If the key has another object, the server answers 412, and a HEAD shows that object.
 - A token in the object's metadata (`fusefs-change`: the mount that made the change, and its
-  number) shows if that object is an earlier, successful attempt of the same change. If not, another
-  client wrote it: the change is repeated on the condition of that ETag. The last to close wins.
+  number) shows if an earlier attempt of the same change made that object. If not, another client
+  wrote it: the change is repeated on the condition of its ETag. So the last client to close a file
+  wins.
 
 Every PUT, every multipart upload and every copy that replaces the metadata carries a token. A
 caller that needs to know the token before the request is sent takes the next one (`Write.token`).

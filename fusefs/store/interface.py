@@ -240,7 +240,7 @@ class Sink(Protocol):
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         """Record that all requested bytes before the object's offset `stop` are written.
 
-        `sums` has (start, stop, CRC32) of new ranges, each up to a multiple of a MiB or the end.
+        `sums` has (start, stop, CRC32) of new ranges; each ends at a whole MiB or at the end.
         """
 
 
@@ -327,7 +327,7 @@ class UnansweredChanges:
         return False
 
     def tokens(self, key: str) -> list[str]:
-        """Return the tokens of the unanswered changes of `key`, which their objects would have."""
+        """Return the tokens that objects made by the unanswered changes of `key` would have."""
         return []
 
     def may_have_made(self, found: ObjectInfo) -> bool:

@@ -83,7 +83,7 @@ class Prober:
             self._fence.capabilities = found
 
     async def require_strict(self) -> None:
-        """Check that the store honours what `--conflict fail` needs; probe first if unknown.
+        """Check that the store honours conditions, for `--conflict fail`; probe first if unknown.
 
         Raises:
             UnsupportedError: the store is known to ignore conditions.
