@@ -5,10 +5,11 @@ every 0.1 s; a full round of successes raises it by one (additive increase, mult
 decrease). If S3 continues to throttle, the rate of requests is limited instead (rate.py); a request
 then waits for a connection and for its turn in the same queue.
 
-Requests for waiting programs go before uploads, and uploads before prefetching; the latter two
-leave a few connections free for the next demand. Within a priority the objects take turns, so that
-a reader of one small file waits for one request of each other object, not for all parts of a large
-one. A request that was passed over PASSED_MOST times goes next, so that uploads never starve.
+Requests for waiting programs go before uploads, and uploads before prefetching. Uploads and
+prefetching leave a few connections free for the next waiting program. Within a priority the objects
+take turns, so that a reader of one small file waits for one request of each other object, not for
+all parts of a large one. A request that was passed over PASSED_MOST times goes next, so that
+uploads never starve.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class ConnectionBudget:
             waiter.turn.set()
 
     async def _admit_in_time(self) -> None:
-        """Admit waiters as the rate limit allows, until it delays none of them any more."""
+        """Admit waiters as the rate limit allows, until the limit delays no waiter any more."""
         try:
             while self.waiting and not self.rate.is_due():
                 await trio.sleep_until(self.rate.due)
@@ -215,7 +216,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the waiter to admit: one passed over too often, else the most urgent; or None."""
+        """Return the next waiter: one passed over too often, else the most urgent; None if none."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)

@@ -1,10 +1,11 @@
 """Hedged requests: a small GET whose answer is slow is sent again on another connection.
 
-A few of many GETs take ten times as long as the others, for reasons of the one server that answers
+A few of many GETs take ten times as long as the others, because of the one server that answers
 them; a second GET is then answered before the first (Dean and Barroso, "The Tail at Scale", CACM
 56(2), 2013). So a GET is sent again if it waits for its first byte longer than 95% of the latest
 small GETs did, and longer than twice their median. The first success counts; the other GET is
-ended with its connection. Large ranges are not hedged: their readers wait for the transfer.
+cancelled, which closes its connection. Large ranges are not hedged: their readers wait for the
+transfer.
 
 Hedges are at most SHARE of all GETs, use connections that no other request waits for, and stop
 while the store asks to slow down.
@@ -64,7 +65,7 @@ class Hedging:
             self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
 
     def take(self) -> bool:
-        """Take a spare connection for a second GET; False if there is none or no GET is allowed."""
+        """Take a spare connection for a second GET; False if none is spare or no GET is allowed."""
         if self._allowance < 1 or not self._connections.take_spare():
             return False
         self._allowance -= 1

@@ -2,7 +2,7 @@
 
 A budget of connections does not bound the rate: four connections to a server that answers in a
 millisecond are 4,000 requests a second. So the limit begins, after the first refusals, at the
-number of requests that were *not* refused in the last second. They are sent evenly spaced.
+number of requests that were *not* refused in the last second. Requests are sent evenly spaced.
 
 The limit adapts (AIMD, as in TCP): it rises by 1% in the first second, by 2% in the next, then 4%,
 up to 20%. With the next refusal it falls to 95%, or lower: to the rate accepted since the last

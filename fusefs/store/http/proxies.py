@@ -1,9 +1,9 @@
 """Selection of the proxy for connections to S3, the same for every library.
 
-The variables are those of curl and of most programs: `HTTPS_PROXY` for https, `HTTP_PROXY` for
-http, `ALL_PROXY` if that one is not set, and `NO_PROXY` for hosts that are reached directly. A name
-in lower case has precedence. botocore ignores `ALL_PROXY`, and networks in `NO_PROXY`;
-libcurl has rules of its own. So the proxy is chosen here and passed to each library.
+The variables have the names that curl and most programs use: `HTTPS_PROXY` for https, `HTTP_PROXY`
+for http, `ALL_PROXY` where the scheme's variable is not set, and `NO_PROXY` for hosts that are
+reached directly. A name in lower case has precedence. botocore ignores `ALL_PROXY`, and networks in
+`NO_PROXY`; libcurl has rules of its own. So the proxy is chosen here and passed to each library.
 
 `NO_PROXY` is a list separated by commas or blanks. An element is `*`, a host name (which includes
 all names below it, also if written `.example.org` or `*.example.org`), an IP address or a network
