@@ -74,7 +74,7 @@ _UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an
 
 
 class Access:
-    """The credentials and address of requests to one bucket; `renew` changes `keys` alone."""
+    """The credentials and address of requests to one bucket; `renew` changes only `keys`."""
 
     def __init__(self, settings: S3Settings, clock: ServerClock | None = None) -> None:
         """Find the credentials and the address. Blocks.
@@ -299,8 +299,9 @@ class SharedCall:
 class AccessSource:
     """One store's access, renewed after a refusal. Belongs to the event loop.
 
-    `access` is None while `connect` must still find it. `principal`, a stable name of the identity
-    without a secret, is set by the first success. Requests under way keep a replaced access.
+    `access` is None at first and after a refusal, until `connect` finds it. `principal`, a stable
+    name of the identity without a secret, is set when `connect` first succeeds. Requests under way
+    keep a replaced access.
     """
 
     def __init__(self, settings: S3Settings, nursery: trio.Nursery) -> None:

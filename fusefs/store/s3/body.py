@@ -4,7 +4,7 @@ The checksum is in a signed header, so the file is read twice, the second time b
 file changes in between, S3 refuses the part.
 
 Every S3 server compares Content-MD5, but an MD5 takes almost four times as long as a CRC32 (1.6 ms
-per MiB). So it is sent only if the store may not compare CRC32s; Ceph's gateway does not.
+per MiB). So an MD5 is sent only if the store may not compare CRC32s, as Ceph's gateway does not.
 """
 
 from __future__ import annotations

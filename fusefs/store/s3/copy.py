@@ -125,7 +125,7 @@ async def _copy(
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
     """Return an object's metadata with its mtime added; None if it has an mtime or can't be sent.
 
-    The form is that of the attributes in the metadata, or else AWS's if `is_aws`, or s3fs's.
+    The mtime has the form of the attributes in the metadata, or AWS's if `is_aws`, or s3fs's.
     """
     metadata = info.metadata or {}
     if "mtime" in metadata or "file-mtime" in metadata:
@@ -161,7 +161,7 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy in one request; `kept` are sent with the source's metadata (None: S3 copies both)."""
+    """Copy in one request, with the headers `kept` and `source.metadata`; None: S3 copies both."""
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,

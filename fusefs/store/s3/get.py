@@ -1,8 +1,8 @@
 """Ranged GETs of exactly one version: checked, counted, and resumed where an answer broke off.
 
 The engine compares ETag, range and size, and then writes the range into the sink's file. A slow GET
-of a small range may be sent twice (hedging.py). A small whole object counts only after its checksum
-has been compared.
+of a small range may be sent twice (hedging.py). The bytes of a small whole object count as fetched
+only after its checksum has been compared.
 """
 
 from __future__ import annotations

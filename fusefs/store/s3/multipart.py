@@ -71,8 +71,8 @@ LARGEST = 4 << 30
 class Schedule:
     """The offsets and sizes of a file's parts, counted from 1; the first ones have `first` bytes.
 
-    They do not depend on the file's size, which is unknown while the file is written: the size of
-    parts doubles after each thousand. With first parts of 8 MiB, all 10,000 hold 8 TiB, and all
+    Both do not depend on the file's size, which is unknown while the file is written: the size of
+    parts doubles after each thousand. With first parts of 8 MiB, 10,000 parts hold 8 TiB, and all
     parts of a file of 8 GB have the first size.
     """
 
@@ -119,8 +119,8 @@ class Schedule:
 class Upload:
     """A multipart upload under way, of a file that may still grow. Belongs to the event loop.
 
-    The offsets of its parts do not depend on the file's size (`Schedule`). An upload occupies paid
-    space in the bucket until it is completed or aborted.
+    The offsets of parts do not depend on the file's size (`Schedule`). S3 charges for the space of
+    an upload until it is completed or aborted.
     """
 
     def __init__(self, fence: Fence, state: UploadState, *, is_resumed: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Sending of one bucket's requests: connections, retries, credentials and counters.
 
-Every request takes the same way (`Requester.send`): it gets a connection of the budget, is signed
-(address.py) and sent by the engine, and its answer is judged. This is repeated with full jitter
-until the retry time has passed without progress. Everything runs in the event loop.
+`Requester.send` sends every request: it waits for a connection of the budget, signs the request
+(address.py), has the engine send it, and judges the answer. A failed attempt is repeated, if that
+may help, after a random pause (full jitter), until the retry time has passed without progress.
+Everything runs in the event loop.
 
 A failed attempt also affects other requests: throttling lowers the rate, expired credentials are
 looked up again, and a change without an answer is noted, as the server may execute it later.
@@ -190,10 +191,10 @@ class Requester:
         self.engine = engine
         self.source = AccessSource(settings, engine.nursery)
         self.counted: Counter[str] = Counter()
-        # When S3 last fulfilled a request, or said that there is no object; trio's seconds.
+        # Time (trio's seconds) of S3's last answer: a success, or an error like 404 or 412.
         self.last_answer = -math.inf
-        # The last failed attempt with its time, and when the first one since `last_answer` was
-        # sent.
+        # The last failed attempt, with its time; and the time at which the first of the failed
+        # attempts since `last_answer` was sent.
         self._last_failure: tuple[Failure, float] | None = None
         self._failing_since = math.inf
         # The changes whose callers want to know if the server may still execute them later.
@@ -238,7 +239,7 @@ class Requester:
         """Send a request, with retries while they may help; return the result of `accept`.
 
         `accept` reads an answer with a status below 300, and raises AttemptError if the answer is
-        not as it should be. `condition` is that of the headers, `judge` may reinterpret an
+        not as it should be. `condition` is the one in the headers, `judge` may reinterpret an
         attempt's failure, and a read request may have a `hedge`.
 
         Raises:

@@ -1,11 +1,11 @@
 """Listings of stores without an order: a folder is listed whole and sorted here.
 
 All readers of listings rely on S3's order, that of the keys' bytes: a page continues after the last
-key of the page before. Some stores have no order (Storj), SeaweedFS has that of path segments, and
-some ignore the key to start after. A folder with an unordered page is listed to its end by
+key of the page before. Some stores have no order (Storj), SeaweedFS sorts by path segments, and
+some stores ignore the key to start after. A folder with an unordered page is listed to its end by
 continuation tokens, into a temporary SQLite database, which keeps a few MiB in memory and the rest
-in an unnamed file. Pages are read from the database for a while; `listed_at` is the time of the
-listing.
+in an unnamed file. Pages are read from the database for `KEPT_S` seconds; `listed_at` is the time
+of the listing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One bucket over S3: the implementation of `fusefs.store.contract.Store`.
 
 Each verb has a module of its own, which describes its requests (address.py) and reads their
-answers. All requests are sent in the same way (requester.py): they get a connection of the budget,
+answers. requester.py sends all requests in the same way: they wait for a connection of the budget,
 are signed (http/sigv4.py), and are sent by libcurl in threads of its own (store/engine). botocore
 finds the credentials, and the address if it does not follow from the settings (access.py).
 """
@@ -76,14 +76,14 @@ class S3Store:
 
     @property
     def answered(self) -> float:
-        """The time (trio's seconds) at which S3 last fulfilled a request."""
+        """The time (trio's seconds) of S3's last answer: a success, or an error like 404 or 412."""
         return self.requester.last_answer
 
     async def check(self, prefix: str) -> None:
         """Check that the bucket can be listed below `prefix`.
 
         Raises:
-            StoreError: it can't be listed; the message is one line for the user.
+            StoreError: the bucket can't be listed; the message is one line for the user.
         """
         where = f"s3://{self.settings.bucket}/{prefix}"
         try:
@@ -108,7 +108,7 @@ class S3Store:
         return f"{what}{at}: {error}{whose}"
 
     async def is_refused(self, prefix: str) -> bool | None:
-        """True if S3 refuses, with fresh credentials, to list a prefix; False if it lists it.
+        """True if S3 refuses to list a prefix with fresh credentials, False if S3 lists it.
 
         None if neither is certain: no answer, expired credentials, a wrong clock.
         """
