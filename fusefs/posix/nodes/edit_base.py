@@ -1,7 +1,7 @@
-"""The object whose bytes an edited local file still lacks, and the record of these bytes.
+"""Edits of large objects: the pages that the local file lacks, and the object that has them.
 
-The local file has holes in place of the pages that it lacks, so the record survives the
-process. posix/write/sparse_edit.py downloads these pages.
+The local file has holes in place of the missing pages, so the next process finds them again.
+posix/write/sparse_edit.py downloads these pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EditBase:
 
     The object provides the first `size` bytes of the file, except the `filled` pages, which
     are in the file itself; programs have written to the `changed` pages. The object's cache
-    `file` is pinned. `tokens` are those of the staged file: an object with one of them is
+    `file` is pinned. `tokens` are the staged file's tokens: an object with one of them is
     the file's own upload, and can provide the same bytes.
     """
 
@@ -42,7 +42,7 @@ class EditBase:
         return self.file.version
 
     def wrote(self, start: int, stop: int) -> None:
-        """Note that a program wrote the bytes [start, stop): their pages are in the file now."""
+        """Note that a program wrote the bytes [start, stop): the file now has their pages."""
         first, last = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
         self.filled.add(first, last)
         self.changed.add(first, last)
@@ -52,7 +52,7 @@ class EditBase:
         return not self.filled.covers(start, min(stop, self.size))
 
     def keeps(self, start: int, stop: int) -> bool:
-        """True if all the bytes [start, stop) are the object's, and no program wrote to them."""
+        """True if the object has all the bytes [start, stop), and no program wrote to them."""
         return stop <= self.size and self.changed.first_missing(start, stop) == (start, stop)
 
     def own(self, size: int) -> RangeMap:
@@ -62,7 +62,7 @@ class EditBase:
         return own
 
     def recover(self, fd: int) -> None:
-        """Note the pages that an earlier process wrote: all but the holes. Blocks briefly."""
+        """Find the pages that an earlier process wrote, all except the holes. Blocks briefly."""
         size = os.fstat(fd).st_size
         self.size = min(self.size, size)
         for start, stop in _extents(fd, size):
@@ -75,7 +75,7 @@ def has_small_holes(fd: int) -> bool:
 
 
 def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The (start, stop) of each page, two at most, that [start, stop) covers only in part."""
+    """Yield (start, stop) of the pages, at most two, that [start, stop) covers only in part."""
     first, last = start // PAGE * PAGE, stop // PAGE * PAGE
     if start > first:
         yield first, first + PAGE
@@ -84,7 +84,7 @@ def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a file with data, between its holes."""
+    """Yield the (start, stop) of a file's data, between its holes."""
     at = 0
     while at < size:
         try:

@@ -1,11 +1,11 @@
-"""Inode numbers: st_ino belongs to one file, whichever name it has, and to no other file.
+"""Inode numbers: a file keeps its st_ino when it is renamed, and no other file gets the number.
 
 The number of a file that is new to this mount is a hash of its directory's number and its name, the
-same after every mount and on any machine. So the numbers below a renamed directory stay, and the
-files below a new directory of the same name get other numbers.
+same after every mount and on any machine. As a renamed directory keeps its number, so do the files
+below it; the files below a new directory of the old name get other numbers.
 
 The hash is also the *place* of a name. A rename or a removal leaves a record for the place: the
-number of the file that has the name now, or SPENT if the file of that number is gone or elsewhere.
+number of the file that has the name now, or SPENT if the hash's own file was removed or renamed.
 The next file of a SPENT name gets an unused number from the counter of the node ids. The records
 are in the journal, for the next daemon.
 
@@ -22,11 +22,11 @@ from itertools import islice
 from fusefs.posix.journal.records import LEAST_HASH
 from fusefs.posix.nodes.inode import Inode
 
-# Stands for a number in a record: the place's own hash must not be used again.
+# In a record, in place of a number: the place's own hash must not be used again.
 SPENT = 0
 # About 8 MiB.
 MOST_RECORDS = 1 << 16
-# An eighth of the records is dropped at a time, as each time all nodes are looked through.
+# An eighth of the records is examined at a time, because each time looks at all nodes as well.
 _SHARE = 8
 ROOT_ID = 1
 
@@ -34,8 +34,8 @@ ROOT_ID = 1
 class FileNumbers:
     """The inode numbers of a mount's files. Belongs to the event loop.
 
-    `prefix` is the mount's, in the bucket. `log` writes a record to the journal, `new_number`
-    returns an unused number, and `known` the numbers of all nodes that the kernel knows.
+    `prefix` is the mount's prefix in the bucket. `log` writes a record to the journal, `new_number`
+    returns an unused number, and `known` returns the numbers of all nodes that the kernel knows.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class FileNumbers:
         self._records = records
 
     def records(self) -> Iterator[tuple[int, int]]:
-        """Iterate over all records (place, number); they may change in between."""
+        """Yield all records (place, number); the records may change during the iteration."""
         for place in list(self._records):
             number = self._records.get(place)
             if number is not None:
                 yield place, number
 
     def of(self, parent: Inode, name: str, *, is_directory: bool) -> int:
-        """Return the number of the file that has a name now, chosen here if the file is new."""
+        """Return the number of the file that has a name now; choose one for a new file."""
         place = self._place(parent, name, is_directory)
         number = self._records.get(place, place)
         if number == SPENT:
@@ -118,7 +118,7 @@ class FileNumbers:
         for place in changed:
             if place in records:
                 self._log(place, SPENT)
-        # If most are in use, the next attempt comes only after many more changes.
+        # If most of the records stay, the next attempt comes only after many more changes.
         self._most = max(MOST_RECORDS, len(records) + MOST_RECORDS // (2 * _SHARE))
 
 

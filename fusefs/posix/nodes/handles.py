@@ -1,11 +1,11 @@
 """Open files and open directories, by the kernel's file handles.
 
-A file handle reads one version of one object until it is closed. Reads of a *served*
-handle are answered here from the cache file; reads of a *passthrough* handle
-never come here. A directory handle is a position in a listing.
+A file handle reads one version of one object until it is closed. The daemon answers reads of a
+*served* handle from the cache file; the kernel answers reads of a *passthrough* handle
+by itself. A directory handle is a position in a listing.
 
-Each open and close is written to the journal before the reply, as node
-ids are (see inode_table.py). The table belongs to the event loop.
+Each open and close is written to the journal before the reply, like node
+ids (see inode_table.py). The table belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class FileHandle:
 class DirectoryHandle:
     """An open directory. The stream continues behind the entry at `offset` and `position`.
 
-    `opened` is in seconds of the monotonic clock: listings that were valid
-    then are valid for this handle. `recent` has the names of the last reply by their
-    offsets: the kernel may have passed only the first of them to the program.
+    Listings that were valid at `opened` (monotonic seconds) are valid for this handle. `recent`
+    maps offsets to the names of the last reply, of which the kernel may have passed only the
+    first ones to the program.
     """
 
     flags: ClassVar[int] = 0
@@ -88,7 +88,7 @@ class HandleTable:
         self.restored[handle.unique] = handle.fh
 
     def adopt_directory(self, handle: DirectoryHandle) -> None:
-        """Add a directory that an earlier process opened; the next read tells the position."""
+        """Add a directory that an earlier process opened; the next read request has its offset."""
         handle.offset = -1
         self.directories[handle.fh] = handle
         handle.inode.served += 1
@@ -115,7 +115,7 @@ class HandleTable:
         return handle
 
     def add_file(self, handle: FileHandle) -> None:
-        """Add a handle that the journal has already."""
+        """Add a handle that is in the journal already."""
         self.files[handle.fh] = handle
         if handle.backing_id:
             handle.inode.passthrough += 1
@@ -142,7 +142,7 @@ class HandleTable:
         return (handle for handle in self.files.values() if handle.file is file)
 
     def former(self, parent: Inode, name: str) -> set[Inode]:
-        """The open nodes for which a name stood earlier, before its present node."""
+        """The open nodes that a name stood for earlier, before its present node."""
         return {
             handle.inode
             for handle in self.files.values()

@@ -1,4 +1,4 @@
-"""One node of the tree, the staged file of a node that is written, and the attributes of both."""
+"""A node of the file tree, the staged file of a node that is written, and their attributes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ UNKNOWN_OWNER = 0
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """A mount's defaults for owner, group and permissions of files and directories without any.
+    """A mount's owner, group and permissions for files and directories whose objects have none.
 
     With `is_shared` all files belong to the group `gid`, whatever their objects say, and the
-    group has the owner's permissions, unless only the owner has any. `file` and `directory`
-    are the attributes of a file or directory whose object has none, to be written in `form`.
+    group has the owner's permissions, unless only the owner has any. `file` and `directory` are
+    the complete attributes of an object that has none; changes of them are written in `form`.
     """
 
     uid: int
@@ -43,7 +43,7 @@ class Ownership:
     directory: Meta = field(init=False)
 
     def __post_init__(self) -> None:
-        # Made once: a listing shows a thousand entries at a time.
+        # Computed once, because a listing shows a thousand entries at a time.
         for name, mode in (
             ("file", stat.S_IFREG | self.file_mode),
             ("directory", stat.S_IFDIR | self.dir_mode),
@@ -86,21 +86,21 @@ class Attributes:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inode:
-    """The inode of one node id; there is one for each name that the kernel knows.
+    """The inode of one node id: one name that the kernel knows, in one version of its object.
 
-    `info` is the object version (None for a directory). `is_current`: the name still stands for
-    this node; `children` has the current node of each name (None for a file).
+    `info` is the object version, None for a directory. `is_current` is True while the name stands
+    for this node; `children` maps each name in a directory to its current node, None for a file.
     `served` and `passthrough` count the open handles in each mode: one count is always zero, as the
-    kernel refuses to mix modes in one inode. A directory's handles are all served; its `marks` are
-    the positions that offsets of its entries refer to, with their numbers (offsets.py). Opens trust
-    the node to be current until `valid_until`, the kernel shows its attributes until `shown_until`
-    (monotonic seconds). `looked_up`: the kernel has looked the name up since the last open, and the
-    bucket has answered. `packed` is the session's own form of the attributes.
+    kernel refuses to mix modes in one inode. A directory's handles are all served. Its `marks` map
+    positions in its listing to the numbers that offsets use for them (offsets.py). An open need not
+    ask the bucket until `valid_until`; the kernel may show the attributes until `shown_until` (both
+    in monotonic seconds). `looked_up` is True if the kernel has looked the name up since the last
+    open, and the bucket has answered. `packed` is the session's own encoding of the attributes.
 
-    `is_removed`: this mount removed the file's name, or gave it to another file. The nodes of
-    such a file may be open in different versions; one of them is the `lead` of the others,
-    which show its mode, owner and time. `entries_changed_ns` is when this mount last changed
-    a directory's entries, 0 if it has not since the time was set.
+    `is_removed` is True if this mount removed the file's name, or gave it to another file. Several
+    nodes of such a file may be open, in different versions; one of them is the `lead` of the
+    others, which show its mode, owner and time. `entries_changed_ns` is the time of this mount's
+    last change of a directory's entries, 0 if a program has set the directory's time since.
     """
 
     nodeid: int
@@ -119,7 +119,7 @@ class Inode:
     is_current: bool = True
     is_removed: bool = False
     lead: Inode | None = None
-    # The nodes of the file's hard links, if it has any that have not changed since.
+    # The nodes of the file's hard links; None if there are none, or this name was separated.
     links: LinkedNames | None = None
     entries_changed_ns: int = 0
     # The attributes of the object; None until they are known.
@@ -149,7 +149,7 @@ class Inode:
 
     @property
     def valid_s(self) -> float:
-        """Seconds for which the kernel may cache the attributes of this version."""
+        """Seconds from now for which the kernel may cache the node's attributes."""
         if self.staged is not None or self.is_removed:
             return 0.0
         if self.info is None:
@@ -171,7 +171,7 @@ class Inode:
         return self.children.get(name) if self.children else None
 
     def keeps_pages(self) -> bool:
-        """Return False once if the kernel has to drop its pages at this open, else True."""
+        """Return False if the kernel has to drop its pages at this open; later calls say True."""
         keeps, self.has_other_pages = not self.has_other_pages, False
         return keeps
 
@@ -212,7 +212,7 @@ class Inode:
         return Attributes(self.ino, size, mtime_ns, mode, nlink, uid, gid, -(-size // 512))
 
 
-# Called with a node and its new inode number; None: any unused number.
+# Sets a node's inode number to the given number, or to an unused one for None.
 GiveNumber = Callable[[Inode, int | None], None]
 
 
@@ -220,12 +220,12 @@ class LinkedNames:
     """The nodes of one file's hard links. Belongs to the event loop.
 
     The bucket has one object for each link, with the same content and attributes. The nodes
-    show one inode number and count each other as links: some programs check this after
+    show the same inode number and the same link count: some programs check this after
     link(2) (git, locks by link). The first change of content or attributes through one name
     separates this name from the others, which get another number. A name that the kernel has
-    forgotten, or that another client has replaced, becomes a file by itself.
+    forgotten, or that another client has replaced, becomes a file of its own.
 
-    `give` gives a node another number; `changed` is called with each node that looks different.
+    `give` sets a node's inode number; `changed` is called with each node whose attributes change.
     """
 
     __slots__ = ("_changed", "_give", "nodes")
@@ -245,7 +245,7 @@ class LinkedNames:
         self._note_changed()
 
     def replace(self, old: Inode, new: Inode) -> None:
-        """Replace a name's old node by its new one, which has the same content."""
+        """Replace a name's old node by the new node of the same name and content."""
         self.nodes.discard(old)
         old.links = None
         self.nodes.add(new)
@@ -277,11 +277,11 @@ class LinkedNames:
 class FileState(enum.Enum):
     """The state of a staged file; `StagedFile.is_dirty` tells whether an upload is needed.
 
-    OPEN       no close or fsync has told a program yet that the content is safe
-    ABANDONED  as OPEN, but the last program that closed the file was killed
+    OPEN       no close or fsync has promised a program yet that the content is safe
+    ABANDONED  like OPEN, but the last program that closed the file was killed
     CLOSED     a close or fsync of a program returned, or waits:
                the content is uploaded even if the mount ends
-    LEFTOVER   as CLOSED, by an earlier mount: another client may have replaced the object
+    LEFTOVER   like CLOSED, but from an earlier mount: another client may have replaced the object
     UNLINKED   the name is removed; the content stays for programs that have the file open
     """
 
@@ -298,38 +298,37 @@ _UNLINKED = FileState.UNLINKED
 
 @dataclass(slots=True, eq=False)
 class StagedFile:
-    """One file that is written. Belongs to the event loop.
+    """A node's local file, which programs write to; the bucket gets its content and attributes.
 
-    `etag` is the ETag of the object that the bucket has under the key, None if there is no
-    object. `changes` counts the changes of the content, and `uploaded` is its value for the
-    content that the bucket has; `meta_changes` counts the changes of mode, owner, times and
-    attributes, also during an upload. `lock` is held while the file is uploaded, renamed or
-    removed; writes wait for it, so that no object is a mix of two contents.
+    Belongs to the event loop. `lock` is held while the file is uploaded, renamed or removed; writes
+    wait for it, so that no object is a mix of two contents.
 
-    `exclusive` is set while the bucket has not decided yet that a file created
-    with O_EXCL is new: it marks this file's reservation (exclusive.py).
-    `creator` is the process that created a file with O_EXCL, 0 if unknown, None without O_EXCL.
-    `is_rewrite`: the node stood for an object before the file was written to.
-    `before` are the attributes that the object had, or was to have, when the file was opened
-    for the rewrite. `begun_ns` is the begin, in ns since the epoch, of a multipart upload whose
-    id is not known yet. `tokens` are the tokens of changes of the object that may have been
-    executed without an answer (store/fencing.py). `sum` is the content's CRC32, None if
-    unknown (staged_sums.py). If the file has only grown since its last upload, its first
-    `kept_size` bytes are the object's content; else `kept_size` is None.
-    `is_anew`: programs have written the whole content, so it may replace any object; any
-    other content is built on the object with `etag`, and replaces no other (upload_steps.py).
-    `only_appended`: the bytes that the bucket lacks were written with O_APPEND, and may be put
-    behind another object; `rebases` counts how often they were. A closed file is uploaded
-    `pause_s` after `since`. While a request has the first `sending` bytes as its body, the
-    file may grow; `sent` is the value of `changes` when the request began, at `sent_at`.
-    `writers` are the lock owners that have written what the bucket lacks: a process has
-    one for all its descriptors, a forked child another one. `is_named`: the file's name in
-    the staging directory survives a power cut.
+    Upload state: `etag` is the ETag of the bucket's object, None if there is no object. `changes`
+    counts the changes of the content, and `uploaded` is its value for the content that the bucket
+    has. `meta_changes` counts the changes of mode, owner, times and attributes, also during an
+    upload. If the file has only grown since its last upload, its first `kept_size` bytes are the
+    object's content; else `kept_size` is None. While a request sends the first `sending` bytes, the
+    file may grow; `sent` is the value of `changes` when the last upload began, at `sent_at`. A
+    closed file is uploaded `pause_s` seconds after `since`. `begun_ns` is the begin, in ns since
+    the epoch, of a multipart upload whose id is not known yet. `tokens` name changes of the object
+    that S3 may have executed without an answer (store/fencing.py).
 
-    `backing` is set if the content is a cache file that was taken out of the cache: the kernel
-    may read it for programs, so all handles are passthrough, and only their writes come
-    here. `may_be_mapped`: a program may have mapped the file and store into it unseen;
-    `clean` is then the `stamp` of the content that is known.
+    Origin: `is_anew` is True if programs wrote the whole content, so that it may replace any
+    object. Any other content is built on the object with `etag` and replaces no other
+    (upload_steps.py). `only_appended` is True if the bytes that the bucket lacks were written with
+    O_APPEND; they may be put behind a newer object, and `rebases` counts how often that was done.
+    `exclusive`, unless None, marks this file's reservation (exclusive.py): the bucket has not
+    decided yet that a file created with O_EXCL is new. `creator` is the process that created a file
+    with O_EXCL, 0 if unknown, None without O_EXCL. `is_rewrite` is True if the node stood for an
+    object before programs wrote to the file, and `before` has the attributes that this object had,
+    or was about to get, at that time. `writers` are the lock owners that wrote what the bucket
+    lacks: a process has one for all its descriptors, a forked child another one.
+
+    Disk: `sum` is the content's CRC32, None if unknown (staged_sums.py). `is_named` is True if the
+    file's name in the staging directory survives a power cut. `backing` is set if the content was
+    taken out of the cache: the kernel may read it for programs, so all handles are passthrough, and
+    only writes come here. `may_be_mapped` is True if a program may store into the file unseen,
+    through a mapping; `clean` is then the `stamp` of the last content that is known.
     """
 
     inode: Inode
@@ -340,7 +339,7 @@ class StagedFile:
     exclusive: str | None = None
     creator: int | None = None
     before: Meta | None = None
-    # When attributes or name changed last, in trio's seconds.
+    # The time (trio's seconds) of the last change of attributes or name.
     described_at: float = 0.0
     changes: int = 1
     uploaded: int = 0
@@ -364,9 +363,9 @@ class StagedFile:
     upload_state: UploadState | None = None
     begun_ns: int | None = None
     tokens: set[str] = field(default_factory=set)
-    # The content was written without a gap from its start to this offset.
+    # Programs wrote the content without a gap from its start to this offset.
     written_to: int = 0
-    # The bytes that count towards --staging-size, and the part of them that is the object's.
+    # The charged size in bytes, and the object's part of it, which --staging-size does not count.
     charged: int = 0
     free: int = 0
     base: EditBase | None = None
@@ -390,7 +389,7 @@ class StagedFile:
 
     @property
     def is_closed(self) -> bool:
-        """True if the content is to be uploaded even if the mount ends."""
+        """True if a program relies on the content: it is uploaded even if the mount ends."""
         return self.state in (FileState.CLOSED, FileState.LEFTOVER)
 
     @property
@@ -403,7 +402,7 @@ class StagedFile:
             self.state = FileState.CLOSED
 
     def begin_sending(self) -> int:
-        """Note that the present content is about to be sent; return its size."""
+        """Note that the present content is about to be sent; return its size in bytes."""
         self.sent, self.sent_at = self.changes, trio.current_time()
         return self.size()
 
@@ -412,7 +411,7 @@ class StagedFile:
         self.uploaded, self.kept_size = self.changes, size
 
     def mark_uploaded(self, size: int) -> None:
-        """Note that the bucket has the first `size` bytes; no close has promised later bytes."""
+        """Note that S3 has the first `size` bytes; no close promised the bytes written since."""
         self.uploaded, self.kept_size = self.sent, size
         if self.is_content_dirty:
             self.since = self.sent_at  # the file has grown meanwhile
@@ -425,7 +424,7 @@ class StagedFile:
 
     @property
     def appended_from(self) -> int | None:
-        """The offset from which on the bucket lacks the content; None if it lacks earlier bytes."""
+        """The offset of the appended bytes that S3 lacks; None if it lacks other changes too."""
         if not self.only_appended:
             return None
         return self.kept_size if self.etag is not None else 0
@@ -435,11 +434,11 @@ class StagedFile:
         return self.inode.object.key
 
     def is_others(self, owner: int) -> bool:
-        """True if only other lock owners than `owner` have written what the bucket lacks."""
+        """True if the bytes that S3 lacks were all written by lock owners other than `owner`."""
         return bool(self.writers and owner) and self.writers.isdisjoint((owner, UNKNOWN_OWNER))
 
     def check_kept(self) -> None:
-        """Raise ESTALE if the file was set aside, and its descriptor closed, during a wait."""
+        """Raise ESTALE if the file was unstaged, and its descriptor closed, during a wait."""
         if self.inode.staged is not self:
             raise OSError(errno.ESTALE, "the object was replaced while it was edited")
 
@@ -447,12 +446,12 @@ class StagedFile:
         return os.fstat(self.fd).st_size
 
     def stamp(self) -> tuple[int, int]:
-        """The content's size and modification time (ns), which differ after each change."""
+        """The content's size (bytes) and modification time (ns); each change alters one of them."""
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 
     def note_stores(self) -> None:
-        """Count stores through mappings as a change; only the file's size and time show them."""
+        """Count stores through mappings as a change; the stamp shows them, no request does."""
         if self.may_be_mapped and not self.is_content_dirty and self.stamp() != self.clean:
             self.writers.add(UNKNOWN_OWNER)
             self.only_appended = False
@@ -465,14 +464,14 @@ class StagedFile:
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """(size, time in ns) for the object's change of attributes; None if no change is due."""
+        """(size, mtime in ns) for the object if only its attributes are to change, else None."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None
         return info.size, self.object_time(info)
 
     def object_time(self, info: ObjectInfo) -> int:
-        """The modification time (ns) for the object if only its attributes are changed."""
+        """The modification time (ns) that the object gets if only its attributes are changed."""
         if not self.is_content_dirty:
             return os.fstat(self.fd).st_mtime_ns
         known = self.before.mtime_ns if self.before is not None else None

@@ -1,9 +1,9 @@
 """The node table: the inodes of all node ids that the kernel knows.
 
 A node id stands for one content. A file's content is one version of one object, so when another
-client has replaced the object, the name gets a new node id, and the old one stays for the handles
-that hold it; `ino`, which programs see as st_ino, stays the file's (file_numbers.py). Node ids are
-never used twice while mounted.
+client has replaced the object, the name gets a new node id, and the old id stays for handles that
+are open; both nodes have the file's `ino`, which programs see as st_ino (file_numbers.py). Node ids
+are never used twice while mounted.
 
 Each inode counts how often the kernel got its id (`nlookup`), and is removed when the kernel has
 forgotten the id as often. Each change is written to the journal before the reply that tells the
@@ -37,18 +37,18 @@ __all__ = ["ROOT_ID", "Attributes", "Inode", "InodeTable", "Ownership"]
 # The new objects of versions that were copied to another key.
 Copies = Mapping[ObjectVersion, ObjectInfo]
 
-# The kernel shows the attributes of a version for this many seconds at least.
+# The kernel may show the attributes of a version for at least this many seconds.
 FIRST_S = 1.0
-# A listing may date a change of this mount later by at most this.
+# S3's clock may date a change of this mount later than the mount does, by at most this.
 CLOCKS_DIFFER_NS = 1_000_000_000
 
 
 class InodeTable:
-    """All inodes by node id, and by name the inode that the name stands for now.
+    """The inodes of one mount, by node id and by name.
 
-    `prefix` is the mount's own prefix in the bucket ("" or ending in `/`).
-    `ids_are_inos`: the session shows node ids as st_ino, so a new node's id is the stable
-    inode number wherever that is free. `crossed` is set when there are more than `most` nodes.
+    `prefix` is the mount's own prefix in the bucket ("" or ending in `/`). With `ids_are_inos`,
+    the session shows node ids as st_ino, so a new node's id is its stable inode number wherever
+    that is free. `crossed` is set when there are more than `most` nodes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class InodeTable:
 
     @property
     def is_full(self) -> bool:
-        """True if listings are to show names without nodes, if the session can do so."""
+        """True if there are too many nodes: listings should then show names without nodes."""
         return len(self.by_id) > self.most
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class InodeTable:
         return list(self.by_id.values())
 
     def adopt_name(self, inode: Inode, parent_id: int, *, is_current: bool) -> None:
-        """Set a restored node's parent. Lookups of a name find its newest `is_current` node."""
+        """Set a restored node's parent; a name stands for the newest of its `is_current` nodes."""
         parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
         rival = parent.children.get(inode.name)
@@ -129,7 +129,7 @@ class InodeTable:
         return self.prefix + path
 
     def resolve(self, parent: Inode, name: str, info: ObjectInfo | None) -> Inode:
-        """Return a name's inode, a new one if `info` is another object (None: a directory)."""
+        """Return a name's inode; create one if `info` (None: a directory) is another object."""
         assert parent.children is not None
         inode = parent.children.get(name)
         if inode is not None:
@@ -137,10 +137,10 @@ class InodeTable:
             # A listing does not replace a file that is being written here.
             if known is info or inode.staged is not None:
                 return inode
-            # Another listing of the same version: only its attributes may differ.
+            # The listing has the same version, of which only the attributes may have changed.
             if known is not None and info is not None and _same_version(known, info):
                 if info.mtime_ns > known.mtime_ns + CLOCKS_DIFFER_NS:
-                    inode.meta = None  # another client may have changed the mode, say
+                    inode.meta = None  # another client may have changed it, for example the mode
                 inode.info = info
                 inode.packed = None
                 inode.log_to(self._log)
@@ -165,7 +165,10 @@ class InodeTable:
         return inode
 
     def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:
-        """Count, and log, one more lookup of a node; `was_asked`: the bucket has just answered."""
+        """Count and log a lookup, which may be trusted until `valid_until` (monotonic seconds).
+
+        `was_asked` is True if the bucket has just answered for the node.
+        """
         inode.nlookup += 1
         inode.valid_until = valid_until
         inode.shown_until = max(valid_until, time.monotonic() + FIRST_S)
@@ -176,7 +179,7 @@ class InodeTable:
             self._log.count(inode.nodeid, inode.nlookup)
 
     def mark(self, directory: Inode, position: str) -> int:
-        """Return the number of a position to which offsets refer; a new number is logged."""
+        """Return the number of a listing position, for offsets (offsets.py); log a new number."""
         if not position:
             return 0
         marks = directory.marks
@@ -189,13 +192,13 @@ class InodeTable:
         return number
 
     def forget_marks(self, directory: Inode) -> None:
-        """Drop a directory's marks, as neither a stream nor the kernel has such offsets now."""
+        """Drop a directory's marks, once no open handle and no kernel cache has their offsets."""
         if directory.marks is not None:
             directory.marks = None
             self._log.mark(directory.nodeid, 0, "")
 
     def mark_replaced(self, inode: Inode) -> None:
-        """Separate an inode from its name: the next lookup of the name makes another inode."""
+        """Separate an inode from its name: the next lookup of the name creates another inode."""
         self._log.replaced(inode.nodeid)
         self._unlist(inode)
         if inode.links is not None and inode.parent is not None:
@@ -208,7 +211,7 @@ class InodeTable:
             del siblings[inode.name]
 
     def replace_version(self, inode: Inode, info: ObjectInfo) -> None:
-        """Make an inode stand for another version of its object from now on."""
+        """Give an inode another version of its object, and log that."""
         inode.info = info
         inode.packed = None
         inode.log_to(self._log)
@@ -232,14 +235,17 @@ class InodeTable:
         return inode
 
     def doubt(self, prefix: str) -> None:
-        """Make the next open of each file in a directory ask the bucket again."""
+        """Expire the files of the directory `prefix`: their next opens ask the bucket again."""
         directory, now = self.at(prefix), time.monotonic()
         for inode in (directory.children or {}).values() if directory is not None else ():
             inode.valid_until = min(inode.valid_until, now)
             inode.looked_up = False
 
     def detach(self, nodes: Iterable[Inode]) -> None:
-        """Mark a file's `nodes` as removed, its name being gone or reused; one becomes `lead`."""
+        """Separate the nodes of one file from its name, which was removed or given to another file.
+
+        The nodes become `is_removed`, and one of them the `lead` of the others.
+        """
         nodes = [inode for inode in nodes if not inode.is_removed]
         files = [inode for inode in nodes if inode.info is not None]
         lead = choose_lead(files) if files else None
@@ -257,7 +263,7 @@ class InodeTable:
                 self._notifier.invalidate_attributes(inode.nodeid)
 
     def link(self, made: Inode, inode: Inode) -> None:
-        """Show two nodes as hard links of one file until one of them changes; see `LinkedNames`."""
+        """Show `made` and `inode` as hard links of one file until one changes (`LinkedNames`)."""
         if self._ids_are_inos:
             return
         self._renumber(made, inode.ino)
@@ -283,7 +289,7 @@ class InodeTable:
                 }
 
     def _unlink(self, inode: Inode) -> None:
-        """Make a hard link a file by itself, with a number of its own from the next lookup on."""
+        """Make a hard link a file of its own; the next lookup of its name gives another number."""
         if inode.links is not None and inode.parent is not None:
             self._unresolved_links.pop((inode.parent.nodeid, inode.name), None)
             inode.links.leave(inode)
@@ -305,7 +311,7 @@ class InodeTable:
         self.set_entries_changed(directory, time.time_ns())
 
     def set_entries_changed(self, directory: Inode, changed_ns: int) -> None:
-        """Set a directory's modification time, in ns since the epoch; 0: the default."""
+        """Set a directory's modification time, in ns since the epoch; 0 restores the default."""
         if directory.entries_changed_ns != changed_ns:
             directory.entries_changed_ns = changed_ns
             directory.packed = None
@@ -314,7 +320,7 @@ class InodeTable:
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
     ) -> None:
-        """Give an inode, and all below it, another name; `copies` has the new objects."""
+        """Rename an inode and everything below it; `copies` has the new objects of the versions."""
         assert parent.children is not None
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
@@ -340,7 +346,7 @@ class InodeTable:
         inode.log_to(self._log)
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
-        """Give an inode another key, and the version of the copy there (None: unknown)."""
+        """Give an inode another key, and the version that the copy has there, None if unknown."""
         if inode.meta is not None and inode.meta.mtime_ns is None:
             # The copy's Last-Modified is newer; its metadata has the time of the content.
             inode.meta = inode.meta.changed(mtime_ns=inode.object.mtime_ns)
@@ -350,7 +356,7 @@ class InodeTable:
         self.replace_version(inode, copy)
 
     def forget(self, nodeid: int, nlookup: int) -> None:
-        """Take back `nlookup` references that the kernel has dropped; unknown ids are ignored."""
+        """Subtract `nlookup` references that the kernel has dropped; ignore unknown ids."""
         inode = self.by_id.get(nodeid)
         if inode is None or nodeid == ROOT_ID:
             return
@@ -360,7 +366,7 @@ class InodeTable:
         self.drop_unknown(inode)
 
     def drop_unknown(self, inode: Inode) -> None:
-        """Remove an inode if neither the kernel, a handle, a child nor a staged file needs it."""
+        """Remove an inode unless the kernel, a handle, a child or a staged file needs it."""
         parent = inode.parent
         if inode.nlookup or inode.is_open or inode.children or parent is None or inode.staged:
             return

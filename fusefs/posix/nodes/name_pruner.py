@@ -1,15 +1,15 @@
 """A limit on the names that the kernel remembers.
 
-Each name that the kernel knows costs an inode of about 1 KiB here, until the kernel forgets the
-name, which it does only when its own memory is short. So the names have a limit: beyond it a
-notification makes the kernel drop the oldest names that are not in use (FUSE_NOTIFY_PRUNE, Linux
-6.18), which it answers with FORGET. A dropped name is looked up again when it is used again.
-Listings, which show a hundred thousand names a second, give the kernel no inodes while there are
-too many (`InodeTable.is_full`).
+Each name that the kernel knows costs the daemon an inode of about 1 KiB, until the kernel forgets
+the name, which happens only when the kernel's own memory is short. So the number of names has a
+limit: beyond it a notification (FUSE_NOTIFY_PRUNE, Linux 6.18) makes the kernel drop the oldest
+names that are not in use, and send a FORGET for each. A dropped name is looked up again when a
+program uses it again. Listings, which show a hundred thousand names a second, give the kernel no
+inodes while there are too many (`InodeTable.is_full`).
 
-Older kernels have no notification for this that is safe from a deadlock with this
-process: FUSE_NOTIFY_INVAL_ENTRY takes the directory's lock, which is held by a lookup
-that waits for this process. On these kernels the names are only counted.
+Older kernels have no safe notification for this: FUSE_NOTIFY_INVAL_ENTRY takes the
+directory's lock, which may be held by a lookup that waits for this process (a deadlock). On
+these kernels the names are only counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.names")
 
-# The pause before the names are gone through again, if too many of them were in use.
+# The pause before the next pass over the names, if too many of them were in use.
 AGAIN_AFTER_S = 1.0
 # A notification with this many names takes a millisecond or two.
 BATCH = 128
@@ -49,7 +49,7 @@ class NamePruner:
         self.can_prune = True
 
     async def run(self) -> None:
-        """Prune whenever there are too many names, until cancelled or the kernel can't do it."""
+        """Prune whenever there are too many names, until cancelled; return if the kernel can't."""
         while self.can_prune:
             if len(self._inodes) <= self.most:
                 await self._inodes.crossed.wait()

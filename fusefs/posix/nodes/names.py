@@ -1,8 +1,8 @@
 """Conversion of object keys to file names and back.
 
-A directory is a prefix that ends in `/`; its names are the parts of keys
-between that prefix and the next `/`. Most keys map one to one. Keys that no
-file name can express are hidden, and listings count them:
+A directory is a prefix that ends in `/`; its names are the parts of keys between that prefix
+and the next `/`. Most keys map one to one. Keys that can't be shown as files are hidden,
+and listings count them:
 
 - an empty segment (`a//b`), `.` and `..`;
 - a name of more than 255 bytes, or one with a NUL;
@@ -10,9 +10,10 @@ file name can express are hidden, and listings count them:
 - `.fusefs-probe`, with which mounts test the store's capabilities (this one is not counted);
 - a file whose name is also a directory's (`a` beside `a/b`): the directory wins.
 
-Directory positions: entries are ordered by `name + "/"`, whether they are files or directories. S3
-orders keys by their bytes, and so directories (which end in `/`) in just this order; a file gets
-the position of a directory of the same name, so that the directory can hide the file.
+A name's position in its directory is `name + "/"`, for files and for directories, and entries are
+ordered by position. S3 orders keys by their bytes, and so the prefixes of directories (which end in
+`/`) in just this order; a file has the position of a directory of the same name, so that the
+directory can hide the file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from fusefs.store.capabilities import PROBE_NAME
 
 NAME_MAX = 255
-# The limit of S3, in bytes of UTF-8.
+# S3's limit for a key, in bytes of UTF-8.
 LONGEST_KEY = 1024
 PRIVATE = ".fusefs"
 

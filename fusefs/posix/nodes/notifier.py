@@ -1,6 +1,6 @@
 """The interface for notifications to the kernel, and for questions about a process.
 
-It is implemented by `fuse/notifier.py` for the kernel session, and by
+`fuse/notifier.py` implements the interface for the kernel session, and
 `fuse/pyfuse3_session.py` for pyfuse3.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class KernelNotifier:
-    """Sends the notifications that a session can send; this base class sends none."""
+    """Sends notifications to the kernel; this base class sends none, and knows no process."""
 
     def invalidate_attributes(self, nodeid: int) -> None:
         """Make the kernel drop a node's cached attributes; returns at once."""
@@ -19,13 +19,13 @@ class KernelNotifier:
         """Make the kernel look up all cached names again before use; returns at once."""
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Make the kernel drop the given nodes that no program uses; return False if it can't."""
+        """Make the kernel drop those of the nodes that no program uses; False if it can't."""
         return False
 
     async def was_killed(self, pid: int) -> bool:
-        """True if thread `pid` closes its files because its process is being killed."""
+        """True if the thread `pid` closes its files because its process is being killed."""
         return False
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if the process of thread `pid` still has `ino` open for writing; None if unknown."""
+        """True if thread `pid`'s process still has `ino` open for writing; None if unknown."""
         return None

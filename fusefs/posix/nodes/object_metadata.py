@@ -1,21 +1,21 @@
 """Modes, owners, times and extended attributes as object metadata, in two forms.
 
-| s3fs, rclone | AWS | what it says |
+| s3fs, rclone | AWS | value |
 | --- | --- | --- |
 | `mode` | `file-permissions` | st_mode with the file type: s3fs in decimal, others in octal |
 | `uid`, `gid` | `file-owner`, `file-group` | decimal |
 | `mtime` | `file-mtime` | seconds since the epoch; with AWS nanoseconds and `ns`, or milliseconds |
 | `xattr` | | JSON, percent-encoded: {name: value in base64}, in both forms |
 
-AWS's form is that of S3 Files, FSx for Lustre, File Cache, DataSync and Storage Gateway. An
-object keeps its form, or both, when its attributes change; an object that has no form yet
-gets the mount's (`--attribute-form`). Where the two forms differ, s3fs's counts.
+S3 Files, FSx for Lustre, File Cache, DataSync and Storage Gateway use AWS's form. An object keeps
+its form, or both, when its attributes change; an object without any gets the mount's form
+(`--attribute-form`). If an object has both forms and they differ, s3fs's form counts.
 
-An attribute that an object lacks, or that cannot be read, is the mount's default. Defaults
-are never written into an object: they are this mount's view of the bucket. Set-id
-bits and device types in a bucket are ignored: the right to write there is not
-the right to become root here. s3fs's `atime` and `ctime` are dropped, as they
-would be wrong after the next change. All other metadata is kept as it is.
+An attribute that an object lacks, or that cannot be read, gets the mount's default. Defaults are
+never written into an object, because they are only this mount's view of the bucket. Set-id bits
+and device types in a bucket are ignored: the right to write to the bucket must not be the right to
+become root on this machine. s3fs's `atime` and `ctime` are dropped, as they would be wrong after
+the next change. All other metadata is kept as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
 PERMISSIONS = 0o1777
 SECOND_NS = 1_000_000_000
 # The longest target of a symbolic link, in bytes; the target is the object's content. The
-# kernel takes no longer one (PATH_MAX without the NUL).
+# kernel accepts no longer target (PATH_MAX without the NUL).
 LONGEST_TARGET = 4095
 # Times lie between -MOST_NS and MOST_NS, the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
@@ -46,12 +46,13 @@ _HEADER_PREFIX = "x-amz-meta-"
 _S3FS = ("mode", "uid", "gid", "mtime")
 _AWS = ("file-permissions", "file-owner", "file-group", "file-mtime")
 _READ = {*_S3FS, *_AWS, "xattr"}
-# Not in `Meta.other`; the token of the change that made the object says nothing of its content.
+# Names that are not in `Meta.other`. CHANGE, the token of the change that made the object, is
+# not in it because it says nothing about the content.
 _OWN = _READ | {"atime", "ctime", CHANGE}
 
 
 class Form(enum.Flag):
-    """The forms of attributes in an object's metadata: that of s3fs and rclone, and AWS's."""
+    """The two forms of attributes in an object's metadata: s3fs's (also rclone's) and AWS's."""
 
     S3FS = 1
     AWS = 2
@@ -61,9 +62,9 @@ class Form(enum.Flag):
 class Meta:
     """The POSIX attributes of an object; `mode` includes the file type.
 
-    `mtime_ns` is None for the object's Last-Modified. `xattrs` are names and values in the
+    `mtime_ns` is None if Last-Modified is the time. `xattrs` are names and values in the
     order in which they were set; `other` is metadata that is no attribute; `form` is the form
-    to write. `unset` names those of mode, uid and gid that are the mount's defaults.
+    to write. `unset` names those of mode, uid and gid for which the mount's defaults count.
     """
 
     mode: int
@@ -105,7 +106,7 @@ class Meta:
 
     @property
     def fits(self) -> bool:
-        """True if S3 accepts metadata of this size."""
+        """True if the metadata is within S3's size limit."""
         metadata = self.changed(
             mtime_ns=0 if self.mtime_ns is None else self.mtime_ns
         ).as_metadata()
@@ -151,7 +152,7 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
 
 
 def read_time(metadata: Mapping[str, str]) -> int | None:
-    """Read the modification time from metadata, in ns since the epoch; None if it has none."""
+    """Read the modification time (ns since the epoch) from metadata; None if there is none."""
     known = _time(metadata.get("mtime"))
     return known if known is not None else _aws_time(metadata.get("file-mtime"))
 
@@ -164,10 +165,11 @@ def _octal(text: str | None) -> int | None:
 
 
 def _mode(text: str | None, kind: int) -> int | None:
-    """Read the mode of a file or directory (`kind`), None if invalid; a file may be a symlink.
+    """Read the mode of a file or directory; None if it is invalid.
 
-    No text has a fitting file type both as a decimal and as an octal number, so the type
-    tells which of the two it is. A number without a type is taken as decimal.
+    `kind` is the expected file type; a symlink's is accepted for a file. No text has the expected
+    type both as a decimal and as an octal number, so the type tells the two apart. A number
+    without the type is taken as decimal.
     """
     value = _whole(text)
     if text is None or value is None:
@@ -181,7 +183,7 @@ def _mode(text: str | None, kind: int) -> int | None:
 
 
 def _whole(text: str | None) -> int | None:
-    """Read an id or a mode, a decimal number of at most 32 bits; None if it is invalid."""
+    """Read an id or a mode: a decimal number of at most 32 bits; None if it is invalid."""
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10:
         return None
     value = int(text)
@@ -202,7 +204,7 @@ def _time(text: str | None) -> int | None:
 
 
 def _aws_time(text: str | None) -> int | None:
-    """Read a time as AWS writes it: nanoseconds that end in "ns", else milliseconds."""
+    """Read a time as AWS writes it: nanoseconds if the text ends in "ns", else milliseconds."""
     if text is None:
         return None
     digits = text.removesuffix("ns")

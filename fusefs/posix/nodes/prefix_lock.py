@@ -1,14 +1,14 @@
-"""A lock that lets no name be changed while a directory above it is being renamed.
+"""A lock that prevents changes of names below a directory while the directory is being renamed.
 
-A change reads the key that it works on and then waits for the bucket. If a directory
-above the key were renamed meanwhile, the change would land where no program looks for
-it, and a rename that the next process finishes could not tell which objects are copies. So
-the rename of a directory *closes* its old and its new prefix. It begins when all earlier
-changes below the two prefixes have ended, and later changes wait until it is finished, if
-need be by a later process. All wait only for earlier changes, so there is no deadlock.
+A change reads the key that it works on and then waits for the bucket. If a directory above the
+key were renamed meanwhile, the change would land under the old key, where no program looks for
+it, and a later process that finishes the rename could not tell which objects are copies. So
+the rename of a directory *closes* its old and its new prefix. The rename begins when all earlier
+changes below the two prefixes have ended, and later changes wait until the rename is finished, if
+need be by a later process. A change or rename waits only for earlier ones, so there is no deadlock.
 
-If the bucket refuses to finish a rename, the changes that wait for it fail with that error;
-the next change starts another attempt.
+If the bucket refuses a request of a rename, the changes that wait for the rename fail with that
+error; the next change starts another attempt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import trio
 
 from fusefs.posix.nodes.inode_table import Inode
 
-# Returns the current keys of some names; the rename of a directory above changes them.
+# Returns the current keys of some names; renames of directories above change these keys.
 Keys = Callable[[], tuple[str, ...]]
 Name = tuple[Inode, str]
 
 
 class _Change:
-    """A change that waits or is under way. Changes are numbered in the order of their arrival."""
+    """A change that waits or is under way; `number` gives the order in which changes came."""
 
     __slots__ = ("_targets", "number")
 
@@ -36,7 +36,7 @@ class _Change:
         self._targets = targets
 
     def targets(self) -> tuple[str, ...]:
-        """The keys that are changed, as they are now."""
+        """The present keys of the names to change; for a closure, keys or closed prefixes."""
         return self._targets()
 
 
@@ -52,7 +52,7 @@ class Closure(_Change):
         self.is_kept = is_kept
 
     def begin(self) -> None:
-        """Fix the two prefixes as they are now: from here on the rename itself changes them."""
+        """Keep the two prefixes as they are now, because the rename itself will change them."""
         prefixes = tuple(map(_as_prefix, self.targets()))
         self._targets = lambda: prefixes
 
@@ -73,8 +73,8 @@ class Closure(_Change):
 class PrefixLock:
     """The lock of one mount; `key` returns a directory's prefix. Belongs to the event loop.
 
-    `wanted` is set when a rename that has failed should be tried again. All changes
-    that wait for a rename that can't be finished now raise its StoreError or OSError.
+    `wanted` is set when a rename that has failed should be tried again. If a rename can't be
+    finished now, all changes that wait for it raise the StoreError or OSError of the rename.
     """
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
@@ -98,13 +98,13 @@ class PrefixLock:
         return self._changing(lambda: self._keys(names))
 
     async def until_open(self, *names: Name) -> None:
-        """Wait until a change of these names need not wait; raises a failed rename's error."""
+        """Wait until no rename blocks changes of these names; raise a failed rename's error."""
         if not self.is_open(*names):
             async with self.change(*names):
                 pass
 
     async def until_open_at(self, key: Callable[[], str]) -> None:
-        """Do what `until_open` does for the key that `key()` returns; a rename may change it."""
+        """Do the same as `until_open` for the key `key()`, which a rename may change."""
         if not self.is_open_at(key()):
             async with self._changing(lambda: (key(),)):
                 pass
@@ -124,7 +124,7 @@ class PrefixLock:
 
     @asynccontextmanager
     async def closed(self, *names: Name) -> AsyncIterator[Closure]:
-        """Close two names' prefixes during the block, and after it if the closure `is_kept`."""
+        """Close the prefixes of two names during the block, and longer if the closure `is_kept`."""
         closure = Closure(next(self._numbers), lambda: self._keys(names))
         self._closures.append(closure)
         try:
@@ -142,14 +142,14 @@ class PrefixLock:
         return closure
 
     def open(self, closure: Closure) -> None:
-        """Open the prefixes of a rename that has ended."""
+        """Reopen the prefixes of a rename that has ended."""
         closure.is_kept = False
         if closure in self._closures:
             self._closures.remove(closure)
             self._notify()
 
     def fail(self, closure: Closure, error: Exception) -> None:
-        """Make all changes that wait for a rename fail with the error that prevents the rename."""
+        """Raise `error`, which prevents a rename, in all changes that wait for the rename."""
         closure.error = error
         self._notify()
 
@@ -159,14 +159,14 @@ class PrefixLock:
         self.wanted.set()
 
     def waiting(self, closure: Closure) -> list[str]:
-        """The keys of the changes that wait for a rename, except repeated requests for it."""
+        """The keys of the changes that wait for a rename, except requests for the same rename."""
         waiting = filter(closure.is_before, [*self._changes, *self._closures])
         targets = [change.targets() for change in sorted(waiting, key=lambda one: one.number)]
         own = closure.targets()
         return [keys[0] for keys in targets if tuple(map(_as_prefix, keys)) != own]
 
     async def wait_for_turn(self, change: _Change) -> None:
-        """Wait for the earlier changes and renames that block `change`; raises a rename's error."""
+        """Wait for the earlier changes and renames that block `change`; raise a rename's error."""
         for closure in self._closures:
             if closure.error is not None and closure.is_before(change):
                 self.retry(closure)

@@ -1,16 +1,16 @@
 """Names of temporary files, which a program soon renames or removes.
 
-An atomic save writes a temporary file, closes it and renames it. If the close sent
-the file, that would cost a PUT, a COPY and a DELETE; so the close keeps the file on the
-local disk, and the rename sends it under its last name. At the close only the name can
-tell that a file is temporary: what the program will do with it is not known yet.
+An atomic save writes a temporary file, closes it and renames it. If the close sent the file, the
+save would cost a PUT, a COPY and a DELETE; so the close keeps the file on the local disk, and the
+rename sends the file under its last name. At the close only the name shows that a file is
+temporary, because the program's next steps are not known yet.
 """
 
 from __future__ import annotations
 
 import re
 
-# Names with a random part: no two machines create the same name, no program waits for it. All
+# Names with a random part: no two machines create the same name, and no program waits for one. All
 # files below a directory of such a name (uv unpacks into one) are temporary.
 _RANDOM = re.compile(
     r"""
@@ -21,7 +21,7 @@ _RANDOM = re.compile(
     """,
     re.VERBOSE,
 )
-# Names of temporary files; a directory of such a name makes nothing temporary.
+# Names of temporary files; such a name of a directory says nothing about the files below it.
 _FILE = re.compile(
     r"""
     tmp[a-z0-9][a-z0-9_]{7}\.\w+  # Python's NamedTemporaryFile with a suffix
@@ -37,12 +37,12 @@ _FILE = re.compile(
 
 
 def has_random_part(path: str) -> bool:
-    """True if a name in the path has a random part: no other machine creates the same file."""
+    """True if a name in the path has a random part, so that no other machine creates the file."""
     return any(map(_RANDOM.fullmatch, path.split("/")))
 
 
 def is_temporary(path: str, *, is_exclusive: bool) -> bool:
-    """True if a file will probably be renamed or removed soon, as far as its path tells.
+    """True if the path suggests that the file will soon be renamed or removed.
 
     A `.lock` file is temporary only if it was created with O_EXCL (`is_exclusive`), as git does:
     git renames it, while `uv.lock` stays.
