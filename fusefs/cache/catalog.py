@@ -236,7 +236,7 @@ class Catalog:
         return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
-        """Read a page of the rows of evictable files, by (last use, name), from `after` on."""
+        """Read a page of rows of evictable files, sorted by (last use, name), after `after`."""
         return self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return a list, False for a row of another file, and the total."""
+        """Insert or extend rows; return a boolean each (False: another file's row), and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -373,9 +373,9 @@ class Catalog:
     def release(
         self, identity: str, keys: KeyRange, stay: Stay, before: float = inf
     ) -> tuple[set[str], KeyRange | None]:
-        """Let the files of a page of `keys` be evicted; return their names and the range left.
+        """Let the files of one page of `keys` be evicted; return their names and the rest of `keys`.
 
-        The range is None if no keys are left. The files of keys that `stay` returns, and files that
+        The rest is None at the end of `keys`. Files of keys that `stay` returns, and files that
         `retain` has excluded at or after `before` (seconds since the epoch), stay excluded.
         """
         with self.transaction():

@@ -198,7 +198,7 @@ class CatalogWriter:
                     self._changes.append(remove)
 
     def _was_recorded(self, file: CacheFile, row: Row, bytes_now: int, *, is_ours: bool) -> None:
-        """Update `file`, whose row was written or, if not `is_ours`, refused as another file's."""
+        """Update `file` after its row was written, or refused as another file's (not `is_ours`)."""
         if file.name != row.name:
             # Renamed meanwhile. Writing the row again shows which file owns the new name's row.
             self._dirty[file.name] = file
@@ -248,7 +248,7 @@ class CatalogWriter:
         """Sync some files that got no bytes for `idle_s` seconds, so that they survive a power cut.
 
         Returns True if another call may sync more. Calls go through the files by name: each call
-        continues where the last one ran out of time, and retries refused files after all others.
+        continues where the last call ended. Failed files are retried after all others.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         after = self._synced_to

@@ -42,7 +42,7 @@ from fusefs.telemetry.stalls import WaitCause, Work, stage
 
 T = TypeVar("T")
 
-# The least that a random read downloads: a request takes as long as this many bytes,
+# The least that a random read downloads: this many bytes take as long as the request itself,
 # so fewer would save nothing, and more would be wasted on a reader that jumps.
 BLOCK = 256 << 10
 # The least that the first read of a file downloads: most programs read on from there.
@@ -216,7 +216,7 @@ class Downloader:
         if download.demanded == 1:
             self.demand.change(1)
             if not is_new:
-                self._source.hurry()  # it may wait for a connection with a lower priority
+                self._source.hurry()  # the download may wait for a connection at low priority
         download.work.wait(1)
         is_cancelled = True
         try:

@@ -69,7 +69,7 @@ REMEMBERED = 16
 
 
 class Forecast(Protocol):
-    """The known future uses of files. Times are comparable numbers in a unit of its own.
+    """The known future uses of files. Times are comparable numbers in the forecast's own unit.
 
     `since` is the time (epoch seconds) at which the first plan began to be followed, or -inf.
     """
@@ -241,12 +241,12 @@ class EvictionOrder:
         return -math.inf, None
 
     def unload(self, file: CacheFile) -> None:
-        """Remove a file, which stays in the cache but leaves memory, from the order."""
+        """Remove from the order a file that stays in the cache but leaves memory."""
         self.leave(file)
         self._end_ahead(file)
 
     def forget(self, file: CacheFile) -> None:
-        """Remove a file, which was evicted or otherwise left the cache, from the order."""
+        """Remove from the order a file that has left the cache, and remember its last use."""
         self.unload(file)
         if file.last_use is not None:
             oldest = self.fetched - REMEMBERED * self._room.limit
@@ -326,7 +326,7 @@ class EvictionOrder:
         return self._age(oldest) > (long if self._has_moved else STALE * long)
 
     def _is_mostly_older(self, interval: int) -> bool:
-        """True if files unused for longer than `interval` fill more than `MOVED_SHARE`."""
+        """True if files unused for longer than `interval` fill over `MOVED_SHARE` of the cache."""
         size = 0
         for file in self._kept:
             size += file.present.total

@@ -177,10 +177,10 @@ class PassthroughFiles:
                 self._give_back(backing_id, st_ino)
 
     def drop(self, file: CacheFile) -> trio.Event | None:
-        """Give back the id of a file that no program has open; return an event, None if no id.
+        """Give back the id of a file that no program has open; return an event, or None if no id.
 
-        The event is set when the kernel has closed the file, or when the keeper has died; then
-        the next keeper gives the id back.
+        The event is set when the kernel has closed the file, or when the keeper has died; in the
+        latter case the next keeper gives the id back.
         """
         backing_id = self.ids.pop(file, 0)
         return self._give_back(backing_id, file.st_ino) if backing_id else None

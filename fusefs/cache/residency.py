@@ -58,7 +58,7 @@ class Residency:
         return self._others is not None and name not in self._others
 
     def leave(self, file: CacheFile) -> None:
-        """Remove a file, which is in use now or gone, from the files loaded for eviction."""
+        """Remove from the files loaded for eviction a file that is in use now, or gone."""
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
@@ -142,7 +142,7 @@ class Residency:
 class NameFilter:
     """A Bloom filter of at most `capacity` file names, which are 32 hexadecimal digits each.
 
-    It saves a query of the catalog per new file, a third of the time of creating a file.
+    The filter saves a query of the catalog per new file, a third of the time of creating a file.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -152,7 +152,7 @@ class NameFilter:
 
     @property
     def is_full(self) -> bool:
-        """True if more names were added than the filter was made for."""
+        """True if the filter has too many names, so that too many unknown names pass as known."""
         return self._left < 0
 
     def add(self, name: str) -> None:

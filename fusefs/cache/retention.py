@@ -26,7 +26,7 @@ from fusefs.cache.catalog_writer import CatalogWriter
 
 Result = TypeVar("Result")
 
-# Files for which one call reads if a mount has excluded them from eviction.
+# Files that one query of the catalog checks for exclusion from eviction.
 LOOKED_UP = 2000
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
@@ -76,8 +76,8 @@ class Retention:
         self._put_back = put_back
         # Changed only in the catalog's thread, or before that exists.
         self._pins: set[int] = set()  # hashes, as pins are many and long
-        # The number of this bucket's latest known pin; then, of all buckets, the number of the
-        # latest pin and the count of removals, one of which changes with every change of pins.
+        # `_added` is the number of this bucket's latest known pin. `_record` is the number of the
+        # latest pin of any bucket, and the count of removals: each change of pins changes it.
         self._added = 0
         self._record = -1, -1
 
@@ -114,7 +114,7 @@ class Retention:
         await self._change(lambda: self._add(new))
 
     def refresh_now(self) -> bool:
-        """Do what `refresh` does; raises sqlite3.Error if the catalog can't be read. Blocks."""
+        """Do the work of `refresh` in this thread; raises sqlite3.Error if that fails. Blocks."""
         with self._catalog.reading() as db:
             return self._read(db)
 
@@ -143,7 +143,7 @@ class Retention:
         return True
 
     def _remove(self, pins: KeyRange, is_wanted: Wanted) -> tuple[int, KeyRange | None]:
-        """Remove the wanted pins of a page; return how many, and the range of pins left or None."""
+        """Remove a page's pins that `is_wanted`; return their count and the range left, or None."""
         with self._catalog.transaction(is_durable=True) as db:
             self._read(db)
             found = db.execute(
@@ -191,9 +191,10 @@ class Retention:
     # The files
 
     async def remove_pins(self, path: str, is_wanted: Wanted = lambda _: True) -> int:
-        """Remove the wanted pins at and below a path; their files may be evicted. Return how many.
+        """Remove the pins at and below a path that `is_wanted` selects, and return their count.
 
-        Can't be cancelled. A process that is killed may have removed some of the pins.
+        Their files may then be evicted. Can't be cancelled. A killed process may have removed
+        some of the pins.
 
         Raises:
             OSError: the catalog can't be written; another call finishes the rest.
@@ -223,7 +224,7 @@ class Retention:
         self.note(file, is_retained=False)
 
     def retain_again(self, file: CacheFile) -> None:
-        """Exclude a file, which has the bucket's version, from eviction if a pin covers its key."""
+        """Exclude a file of a version in the bucket from eviction if a pin covers its key."""
         if file.version is not None and self.covers(file.version.key):
             self.retain(file, file.version.key)
 
