@@ -293,7 +293,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return a boolean each (False: another file's row), and the total."""
+        """Insert or extend rows; return a flag each (False: another file's row) and the total."""
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -373,9 +373,9 @@ class Catalog:
     def release(
         self, identity: str, keys: KeyRange, stay: Stay, before: float = inf
     ) -> tuple[set[str], KeyRange | None]:
-        """Let the files of one page of `keys` be evicted; return their names and the rest of `keys`.
+        """Let the files of one page of `keys` be evicted; return their names and the keys left.
 
-        The rest is None at the end of `keys`. Files of keys that `stay` returns, and files that
+        The range is None if no keys are left. The files of keys that `stay` returns, and files that
         `retain` has excluded at or after `before` (seconds since the epoch), stay excluded.
         """
         with self.transaction():

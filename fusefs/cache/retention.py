@@ -26,7 +26,7 @@ from fusefs.cache.catalog_writer import CatalogWriter
 
 Result = TypeVar("Result")
 
-# Files that one query of the catalog checks for exclusion from eviction.
+# Files that one call checks for exclusion from eviction.
 LOOKED_UP = 2000
 # Pins that are read or removed at once: 1 MB.
 PAGE = 10_000
