@@ -70,7 +70,7 @@ class SupervisorClient:
         return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Have the mount's keeper send the supervisor a copy soon; may raise ControlError."""
+        """Ask the mount's keeper to send its descriptor again soon; may raise ControlError."""
         control.exchange(
             registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
         )

@@ -229,7 +229,7 @@ def _own_keys() -> AccessKeys:
 
 
 class CredentialFiles:
-    """The mounts' files of secrets, below `directory`. `agent` is the URL of EKS Pod Identity."""
+    """The files with mounts' secrets, below `directory`. `agent` is EKS Pod Identity's URL."""
 
     def __init__(self, directory: Path, agent: str = POD_IDENTITY_AGENT) -> None:
         self._directory = directory
@@ -237,7 +237,7 @@ class CredentialFiles:
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def store(self, mount: str, identity: Identity, uid: int) -> None:
-        """Replace the file of keys or the token for a mount's daemon, which runs as `uid`."""
+        """Replace the file with the keys or the token of a mount's daemon, which runs as `uid`."""
         directory = self._prepare(mount, uid)
         if identity.keys is not None:
             replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)

@@ -27,7 +27,7 @@ LINGER_S = 6.0
 
 
 class UploadingError(AbortedError):
-    """Files of a mount wait for their upload, before which the mount may not end."""
+    """The mount must not end yet, because files wait for their upload."""
 
 
 class Drains:
@@ -51,7 +51,7 @@ class Drains:
             log.error("given up: %s; the files are kept below %s", pending, where)
 
     def end(self, record: MountRecord, ends: float) -> bool:
-        """End a mount without targets; return False if it does not end, but has no uploads left.
+        """End a mount without targets; return False if it continues, although no upload is left.
 
         The mount continues if another mount namespace has a copy of a target, such as an agent's
         private copy of kubelet's directory. After `drainTimeout` a call ends it by force.
@@ -93,7 +93,7 @@ class Drains:
         return self._reported(record)
 
     def _reported(self, record: MountRecord) -> str:
-        """Return a sentence from the daemon's status, as `_pending`, or one that it is missing."""
+        """Describe the waiting files ("" for none), or say that the daemon does not report them."""
         status = record.status()
         try:
             if status is not None:

@@ -319,7 +319,7 @@ class Mounts:
             self._kill(root, processes)
 
     def _kill(self, root: Path, processes: list[int]) -> None:
-        """Abort the FUSE connection at `root`; kill `processes` (pidfds) and remote daemons."""
+        """Abort the FUSE connection at `root`; kill `processes` (pidfds) and supervised daemons."""
         with contextlib.suppress(ControlError):
             # The keeper aborts its own connection: by number, another mount's might be aborted.
             keeper_request(root, {"do": "abort"}, ANSWER_TIMEOUT_S)
