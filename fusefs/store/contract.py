@@ -25,7 +25,7 @@ from fusefs.store.s3.multipart import Upload
 class Store(Source, Protocol):
     """One bucket. All methods raise `StoreError`. `tokens` mark the mount's changes (fencing.py).
 
-    `unanswered` has the changes that S3 may still carry out, which may replace what it shows now.
+    `unanswered` has the changes that S3 may still carry out, over the objects that it shows now.
     """
 
     tokens: TokenSource

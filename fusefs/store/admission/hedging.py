@@ -65,7 +65,7 @@ class Hedging:
             self.wait_s = max(quantile, MEDIANS * ordered[len(ordered) // 2], LEAST_S)
 
     def take(self) -> bool:
-        """Take a spare connection for a second GET; False if none is spare or no GET is allowed."""
+        """Take a spare connection for a second GET; False if there is none or SHARE is used up."""
         if self._allowance < 1 or not self._connections.take_spare():
             return False
         self._allowance -= 1

@@ -66,7 +66,7 @@ class Address:
     """The address of a bucket, and the headers that all its requests share."""
 
     def __init__(self, url: str, settings: S3Settings, signer: Signer | None, route: Route) -> None:
-        """`url` is the bucket's; `signer` is None if requests are not signed."""
+        """`url` is the bucket's URL; `signer` is None if requests are not signed."""
         parts = urlsplit(url)
         server = parts.netloc.rpartition("@")[2]
         self.origin = f"{parts.scheme}://{server}"

@@ -172,7 +172,7 @@ class RangeDownload:
     # --- progress of the attempts ---------------------------------------------------
 
     def has_progressed(self) -> bool:
-        """True if the last attempt brought enough to justify another one."""
+        """True if the last attempt brought PROGRESS bytes, which justifies another attempt."""
         return self.position - self._began_at >= PROGRESS
 
     def completed(self, transfer: Transfer) -> Completion:

@@ -178,7 +178,7 @@ class Upload:
 
         Raises:
             StaleVersionError: the source is no longer this version.
-            UnsupportedError: some stores would copy from another object.
+            UnsupportedError: some stores would take another key as source (`is_mistakable`).
             ValueError: the range is larger than the part.
         """
         if is_mistakable(source.key):

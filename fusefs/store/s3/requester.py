@@ -361,7 +361,7 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """Return the failure; if it has no code, a LIST may find rejected credentials instead.
+        """Return the failure; if it has no code, a LIST may show that credentials are rejected.
 
         The answer to a HEAD has no body, so it has no code.
         """

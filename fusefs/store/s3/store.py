@@ -70,7 +70,7 @@ class S3Store:
 
     @property
     def principal(self) -> str:
-        """The identity that reads, as a stable name without a secret; known after `check`."""
+        """A stable name, without a secret, of the identity that reads; known after `check`."""
         assert self.requester.source.principal is not None
         return self.requester.source.principal
 
