@@ -86,7 +86,7 @@ class AccessGuard:
             self._judge()
 
     def _put_on_record(self) -> None:
-        """Write the state for the next daemon; an error is logged, as that daemon checks too."""
+        """Write the state for the next daemon. Errors are only logged: that daemon checks too."""
         try:
             if self._since is None:
                 self._record.unlink(missing_ok=True)

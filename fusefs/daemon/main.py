@@ -106,7 +106,7 @@ GARBAGE_AFTER = 10_000
 COMPACT_EVERY_S = 10.0
 # The longest wait of a new mount for the answers to the prober's first requests.
 PROBE_S = 2.0
-# The user is warned of a cache with less room than this.
+# The user is warned if the cache has room for fewer bytes than this.
 LEAST_ROOM = 64 << 20
 # The pause between a daemon's attempts, after a takeover, to register its mount for commands.
 REGISTER_EVERY_S = 5.0
@@ -293,7 +293,7 @@ class Daemon:
                 await self._register(nursery)
                 if isinstance(session, Session):
                     assert self._takeover is not None
-                    # After the registration, because `fusefs upgrade` returns now.
+                    # Sent after the registration, because it makes `fusefs upgrade` return.
                     self._takeover.serving(has_resend=session.has_resend)
                 async with trio.open_nursery() as serving:
                     serving.start_soon(self._until_ended, session, serving)

@@ -38,7 +38,7 @@ def set_up(settings: MountSettings) -> None:
 
 
 def read_input(text: str) -> MountSettings:
-    """Return the settings in the launcher's JSON; set AWS's variables to the files in it."""
+    """Return the settings in the launcher's JSON; set the variables that name its files."""
     given = json.loads(text)
     for variable, content in given["files"].items():
         # A file in memory, since the content has secrets.

@@ -31,7 +31,7 @@ logger = logging.getLogger("fusefs.daemon")
 MOST_PENDING = 20
 MOST_JOBS = 10
 MOST_ENDED_JOBS = 3
-# The last seconds for which `fusefs status` shows the causes of requests' waits.
+# The periods, in seconds until now, for which `fusefs status` shows why requests waited.
 STALL_SPANS_S = (10, 60, 300)
 
 
@@ -221,7 +221,7 @@ def pending(writer: Writer, prefix: str) -> dict[str, Any]:
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
-    """Return `pending` with renames of directories; with `is_first`, start all of them at once."""
+    """Return `pending` and directory renames; `is_first` starts all uploads and renames at once."""
     if is_first:
         mutations.writer.backlog.hurry(key)
     renames = mutations.changes.renames.pending(key, hurry=is_first)

@@ -120,7 +120,7 @@ class Takeover:
             files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
-        """Return the recorded name; TakeoverError if it is missing, or CacheDirectoryError."""
+        """Return the recorded name; TakeoverError if missing, CacheDirectoryError if unreadable."""
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:
@@ -162,7 +162,7 @@ class Takeover:
 
         Raises:
             TakeoverError: the last daemon's journal can't be used.
-            CacheDirectoryError: a new journal can't be written, or the last one not read now.
+            CacheDirectoryError: a new journal can't be written, or the last can't be read now.
         """
         if self.taken is None:
             with usable(self._settings.cache_dir):
@@ -193,15 +193,15 @@ class Takeover:
 
     @property
     def namespace(self) -> int:
-        """The PID namespace of requests' pids if the keeper can look processes up; else 0."""
+        """The PID namespace of the pids in requests; 0 if the keeper can't look these up."""
         return self.keeper.namespace
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Return the fate of process `pid`, or with `ino` HOLDS etc. (linux/callers.py)."""
+        """Ask the keeper about the process `pid`, as `KeeperClient.look_at_process` does."""
         return await self.keeper.look_at_process(pid, ino)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Send the keeper signs of life until it is gone; under a supervisor, each new keeper."""
+        """Send the keeper signs of life until it ends; under a supervisor, each new keeper too."""
         if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.error("the keeper is gone: the mount ends when this process does")

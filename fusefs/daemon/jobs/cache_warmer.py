@@ -290,7 +290,7 @@ class CacheWarmer:
             await trio.sleep_forever()
 
     async def start(self, spec: JobSpec) -> WarmJob:
-        """Return the job under way for `spec`, or a new job; ControlError without its list."""
+        """Return the job under way for `spec` or a new job; ControlError if its list is missing."""
         await self._has_begun.wait()
         if spec.list_name and not (self._lists / spec.list_name).exists():
             raise ControlError("the list is incomplete, for the daemon was replaced; try again")
@@ -304,7 +304,7 @@ class CacheWarmer:
         return job
 
     async def append(self, list_name: str, offset: int, lines: str) -> None:
-        """Write lines to a list's file at `offset` bytes, again if a command sends them twice.
+        """Write lines to a list's file at `offset` bytes; lines sent twice are overwritten.
 
         Raises:
             ControlError: the list can't be written, or lines before `offset` are missing.

@@ -39,7 +39,7 @@ JobType = TypeVar("JobType", bound=Job)
 
 
 class JobTable(Generic[JobType]):
-    """The jobs of one kind, by the place that a request names. For the event loop."""
+    """The jobs of one kind, by `place`: a request's path and options. For the event loop."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery

@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A batch of selected `objects`; `roots` are the selected keys, or keys above the objects."""
+    """A batch of selected `objects`; `roots`: the keys of the selected paths that begin in it."""
 
     objects: list[ObjectInfo]
     roots: list[str]
@@ -77,7 +77,7 @@ class Selector:
         self._looking_up = trio.CapacityLimiter(LOOK_UPS)
 
     async def select(self, path: str, deliver: Deliver) -> None:
-        """Call `deliver` with all objects at or below a path of the mount, or of a pattern.
+        """Call `deliver` with all objects at or below a path of the mount, or a pattern's matches.
 
         The path "" is the mount's root. Objects that the mount does not show are left out.
 
@@ -145,11 +145,11 @@ class Selector:
                     nursery.start_soon(select, path)
 
     async def _neighbours(self, paths: Sequence[str]) -> tuple[list[ObjectInfo], int]:
-        """List the objects of the first of sorted `paths`; return them and the count of paths."""
+        """Look up sorted `paths` by listings while that pays; return objects and count of paths."""
         keys, found, at = [self._prefix + path for path in paths], list[ObjectInfo](), 0
         while len(keys) - at >= WORTH:
             common = os.path.commonprefix([keys[at], keys[-1]])  # noqa: RUF071 - keys are strings
-            before = keys[at][:-1]  # few keys are between this and the key
+            before = keys[at][:-1]  # few keys are between this string and `keys[at]`
             after = before if len(before) > len(common) else ""
             try:
                 async with self._looking_up:
