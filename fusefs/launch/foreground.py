@@ -64,7 +64,7 @@ class Foreground:
         """Wait for another keeper while the mount exists; open its `_pidfd`, or return False."""
         until = time.monotonic() + SUCCESSOR_S
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
-            # The pid is the answering keeper's; the socket may be its predecessor's.
+            # The pid in the answer is the keeper's; the socket may be its predecessor's.
             with contextlib.suppress(ControlError, ProcessLookupError):
                 pid = int(keeper_status(self._mountpoint, ANSWER_S)["pid"])
                 self._pidfd = os.pidfd_open(pid)

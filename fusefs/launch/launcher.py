@@ -50,7 +50,8 @@ KEEPER = [
     f"import sys; sys.path.insert(0, {_PACKAGE_PARENT!r});"
     " from fusefs.keeper.main import main; sys.exit(main())",
 ]
-# Each id keeps a file open in the kernel; before this limit the daemon closes the least used one.
+# Each backing id keeps a file open in the kernel; the daemon closes the least recently used ids
+# before this limit is reached.
 MOST_BACKING_IDS = 20_000
 
 

@@ -91,7 +91,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _user_of(pid: int) -> int | None:
-    """Return a process's real uid, or None. Root owns /proc/PID of an undumpable process."""
+    """Return a process's real uid, or None. Root owns /proc/PID if the process is undumpable."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -210,7 +210,7 @@ def directory_of(mountpoint: Path) -> Path:
 
 
 def hand_over(mountpoint: Path, uid: int, gid: int) -> None:
-    """Make the mount's directory anew, owned by the user as whom the daemon will run."""
+    """Make the mount's directory anew, with the daemon's user as its owner."""
     _remove(mountpoint)
     os.chown(mount_directory(mountpoint), uid, gid)
 

@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """The user of a daemon; `why` is the reason if other programs run as this user too, or ""."""
+    """The user of a daemon; `why`: the reason for a user that other programs run as too, or ""."""
 
     name: str
     uid: int
@@ -186,7 +186,7 @@ def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Pa
 
 
 def _owner_of_content(directory: Path) -> int | None:
-    """Return the owner of a directory; None if it is empty, missing or can't be read."""
+    """Return the uid of a directory's owner; None if it is empty, missing or can't be read."""
     try:
         return directory.stat().st_uid if any(directory.iterdir()) else None
     except OSError:

@@ -69,7 +69,7 @@ def mount_arguments(request: MountRequest) -> tuple[int, str]:
 def mount_by_helper(request: MountRequest) -> int:
     """Mount as an ordinary user; return the non-blocking /dev/fuse descriptor. Blocks shortly.
 
-    Until a process answers on it, programs that access the mountpoint wait.
+    Programs that access the mountpoint wait until a process answers on the descriptor.
 
     Raises:
         MountError: the message is one sentence with the reason.
@@ -112,7 +112,7 @@ def helper_options(request: MountRequest, source: str) -> list[str]:
 
 
 def raise_read_ahead(mountpoint: Path) -> bool:
-    """Raise the kernel's read-ahead for a mount; False if this process may not."""
+    """Raise the kernel's read-ahead for a mount; False if there is no mount or no permission."""
     mount = find_mount(mountpoint)
     return mount is not None and fuse_connection.raise_read_ahead(mount.connection, READ_AHEAD_KIB)
 

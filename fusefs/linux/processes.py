@@ -22,7 +22,7 @@ CGROUPS = "/sys/fs/cgroup"
 
 
 class Credentials:
-    """The user and groups of a daemon; it keeps all rights if `uid` is this process's own."""
+    """The user and groups of a daemon, which keeps all rights if `uid` is this process's own."""
 
     __slots__ = ("gid", "groups", "uid")
 

@@ -77,7 +77,7 @@ def abort_connection(connection: int) -> None:
 
 
 def users_of(mountpoint: Path) -> list[tuple[int, str]]:
-    """Return the processes (pid, command) that use the mount, except by mappings alone."""
+    """Return the processes (pid, command) that use the mount, but not those that only map files."""
     processes = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [(int(one.name), _command(one)) for one in processes if _uses(one, mountpoint)]
 
