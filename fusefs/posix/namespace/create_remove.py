@@ -1,13 +1,13 @@
 """Creation, linking and removal of names. Renames build on these methods (rename.py).
 
-A directory exists by a marker object (empty, its key is the prefix) or by the objects below its
-prefix. Before a directory's last object is removed, this mount puts a marker, so that the directory
-stays until rmdir. A bucket has no second name for an object: a hard link is a copy, or a PUT of the
-content if the file was not uploaded yet; neither replaces an object.
+A directory exists if the bucket has its marker (an empty object whose key is the prefix) or objects
+below its prefix. Before a directory's last object is removed, this mount puts a marker, so that the
+directory stays until rmdir. A bucket has no second name for an object: a hard link is a copy, or a
+PUT of the content if the file was not uploaded yet; neither replaces an object.
 
-A request may come twice, if a process died after it did the work and before it answered.
-So a request is recorded after all checks, before it changes anything; if a repeated request
-finds its change done, the request succeeds. A copy that a repeated request made before is
+The kernel sends a request again if a daemon died after it did the work and before it answered.
+So a request is recorded after all checks, before it changes anything; if a repeated request finds
+its change done, the request succeeds. The copy that the first attempt of such a request made is
 recognised by the recorded token, or by the modification time in the metadata.
 """
 
@@ -48,8 +48,8 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 Made = TypeVar("Made")
 
-# How long a copy waits for the repair of its source, which a late request has undone, and the
-# pause between two attempts.
+# The longest time that a copy waits for the repair of its source, if a late request has undone
+# the source, and the pause between two attempts.
 PUT_BACK_S = 10.0
 PUT_BACK_PAUSE_S = 0.05
 
@@ -74,7 +74,7 @@ class CreateRemove(MountPart):
         self._inherited: set[int] | None = None
 
     def write_all(self, log: Journal) -> None:
-        """Write to a new journal the requests under way, which the kernel may send again."""
+        """Write the requests under way to a new journal: the kernel may send them again."""
         for unique in self._under_way:
             log.begun(unique)
 
@@ -101,7 +101,7 @@ class CreateRemove(MountPart):
             self._inherited = {staged.inode.nodeid for staged in self._writer.staging}
 
     def _may_be_there(self, staged: StagedFile) -> bool:
-        """True if the bucket may have the file's object, maybe from a request without an answer."""
+        """True if the bucket may have the file's object, perhaps by an unanswered request."""
         if self._unanswered.concerns(staged.key):
             return True
         return staged.etag is not None or staged.inode.nodeid in (self._inherited or ())
@@ -112,11 +112,11 @@ class CreateRemove(MountPart):
         self._under_way.add(caller.unique)
 
     def _is_repeated(self, caller: Caller) -> bool:
-        """True if an earlier process may have done this request."""
+        """True if an earlier process had begun this request, and may have carried it out."""
         return caller.unique in self._state.begun
 
     def _correct(self, parent: Inode, name: str) -> None:
-        """Mark a directory's listing as wrong about a name, which the bucket has."""
+        """Mark a directory's listing as outdated: the bucket has this name by now."""
         directory = self._directories.get(self._inodes.key(parent))
         self._directories.correct(directory, name, None)
 
@@ -125,13 +125,13 @@ class CreateRemove(MountPart):
         return (await self._directories.lookup(directory, name))[0]
 
     def _file_now(self, parent: Inode, name: str, entry: ObjectInfo) -> ObjectInfo:
-        """The present version of a file listed as `entry`: this mount may have changed it since."""
+        """The current version of a file listed as `entry`, which this mount may have changed."""
         directory = self._directories.get(self._inodes.key(parent))
         known = self._directories.lookup_now(directory, name)
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     async def file_now(self, inode: Inode) -> Inode:
-        """Return a file name's present node: a write may have given the name a new node.
+        """Return the node that now has a file's name: a write may have given the name a new node.
 
         For a file that this mount removed or replaced, return the file's `lead` node.
         """
@@ -199,7 +199,7 @@ class CreateRemove(MountPart):
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Put an object, or EEXIST if the key exists: by a condition, or by looking first."""
+        """Put an object, or EEXIST if the key exists: by a conditional PUT, or a look before."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -270,7 +270,7 @@ class CreateRemove(MountPart):
             return linked
 
     async def _made_before(self, inode: Inode, key: str) -> ObjectInfo | None:
-        """Find the copy that a repeated request made before, by token or time; else None."""
+        """Find the copy that a repeated request's first attempt made, by token or time, or None."""
         found = await find(self._store, key)
         if found is None:
             return None
@@ -288,7 +288,7 @@ class CreateRemove(MountPart):
     async def _copy_as_is(
         self, inode: Inode, staged: StagedFile | None, key: str, condition: Condition
     ) -> ObjectInfo:
-        """Copy or put a file's present content and attributes under another key."""
+        """Copy or put a file's current content and attributes under another key."""
         source = inode.info
         assert source is not None
         if staged is not None and (staged.is_content_dirty or staged.etag != source.etag):
@@ -305,7 +305,7 @@ class CreateRemove(MountPart):
             raise
 
     async def _copy_marked(self, source: ObjectInfo, key: str, condition: Condition) -> ObjectInfo:
-        """Copy a version; a copy of an object of this mount gets a token that identifies it."""
+        """Copy a version; if this mount put it recently, the copy gets a token to identify it."""
         own = self._writer.uploads.own.get(source)
         if own is not None and read(own.metadata or {}, self._owner.file).mtime_ns is not None:
             write = Write(own.metadata, condition=condition, is_own=True)
@@ -316,7 +316,7 @@ class CreateRemove(MountPart):
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy `source`, repaired if a late request undid it; return (copied version, copy)."""
+        """Copy `source`, awaiting its repair if a late request undid it; return (version, copy)."""
         until = trio.current_time() + PUT_BACK_S
         while True:
             try:
@@ -334,7 +334,7 @@ class CreateRemove(MountPart):
                 source = expected
 
     def _refuse_undone(self, key: str) -> None:
-        """Raise StoreError if a late request may have undone the object of a key."""
+        """Raise StoreError if a late request may have undone the object under a key."""
         if self._unanswered.may_have_undone(key):
             raise _undone(key)
 
@@ -347,7 +347,7 @@ class CreateRemove(MountPart):
     # Removing
 
     def unlink_now(self, parent: Inode, name: str, caller: Caller) -> bool:
-        """Remove a file if recording the removal is enough; False if `unlink` has to do it."""
+        """Remove a file if it is enough to record the removal; False if `unlink` is needed."""
         prefix = self._inodes.key(parent)
         key = prefix + name
         if not self._writer.removals.may_defer(key) or not self.prefix_lock.is_open((parent, name)):

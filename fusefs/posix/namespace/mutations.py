@@ -1,9 +1,9 @@
 """The requests that change something, on a writable mount.
 
 Each change waits until no rename of a directory is in its way (nodes/prefix_lock.py). From then
-on it continues even if its request is cancelled (tasks.py), so that no change is left half
-done. A change that must not be applied twice is recorded before it is begun: if its
-request is sent again, a change that is already done counts as success.
+on the change continues even if its request is cancelled (tasks.py), so that no change is left
+half done. A change that must not be applied twice is recorded before it is begun: if the kernel
+sends the request again, a change that is already done counts as success.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class Mutations(MountPart):
         *names: Name,
         unwanted: Callable[[Result], None] = lambda _result: None,
     ) -> Result:
-        """Run a change of some names uncancelled; after a cancel `unwanted` gets its result."""
+        """Run `work`, a change of `names`, once no directory's rename is in its way.
+
+        A cancel before that prevents the change. After a later cancel the change goes on to its
+        end, and `unwanted` is called with its result. A StoreError is raised as an OSError.
+        """
         await waiting(self.changes.prefix_lock.until_open(*names))
         return await self._go_on(waiting(work()), unwanted)
 
@@ -71,7 +75,7 @@ class Mutations(MountPart):
     # Attributes and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
-        """Do what `setattr` does if no wait is needed, as for a file just written; else None."""
+        """Do what `setattr` does if that needs no wait, as after a write; else return None."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None
@@ -128,14 +132,14 @@ class Mutations(MountPart):
         self._note_changed(requested, inode, shown)
 
     async def _file_now(self, requested: Inode) -> Inode:
-        """Return the node to change for a requested one (see `file_now`); learn its attributes."""
+        """Return the node to change for `requested` (see `file_now`), and fetch its attributes."""
         inode = await self.changes.file_now(requested)
         if not _is_left_behind(inode):
             await self._head_cache.learn(inode)
         return inode
 
     def _note_changed(self, requested: Inode, inode: Inode, meta: Meta) -> None:
-        """Show new attributes through the requested node as well, if `inode` is another one."""
+        """Show the new attributes of `inode` for the requested node too, if that is another one."""
         if inode is not requested:
             requested.meta, requested.packed = meta, None
             self._state.notifier.invalidate_attributes(inode.nodeid)
@@ -144,7 +148,7 @@ class Mutations(MountPart):
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes | None, flags: int, caller: Caller
     ) -> None:
-        """Set an extended attribute, or (None) remove it; flags and errors of setxattr(2)."""
+        """Set an extended attribute (`value` None: remove it); flags and errors of setxattr(2)."""
         await self.writer.deferred.wait_for_room()
         requested = self._inodes.get(nodeid)
         try:
@@ -261,7 +265,7 @@ class Mutations(MountPart):
         return self._change(partial(self.changes.unlink, *gone, caller), gone)
 
     async def rmdir(self, parent_id: int, name: bytes, caller: Caller) -> None:
-        """Remove an empty directory; else ENOTEMPTY."""
+        """Remove a directory; ENOTEMPTY if it is not empty."""
         gone = self._known_name(parent_id, name)
         await self._change(partial(self.changes.rmdir, *gone, caller), gone)
 

@@ -1,9 +1,9 @@
 """Server-side copies of all objects below a prefix to another prefix, many at a time.
 
-Existing objects may count as copies, so that an interrupted run can be continued. An object may be
-a copy of another one if it has the same size and is not older, by the bucket's own clock; within
-the same second, only if it has the same ETag as well. An object is copied again unless its copy
-has the same ETag: another client may have replaced the content during the copy.
+An object that exists below the new prefix may count as a copy, so that an interrupted run can be
+continued. It may be a copy if it has the same size as the source and is not older, by the bucket's
+own clock; within the same second, only if it has the same ETag as well. A source is copied again
+unless its copy has the same ETag: another client may have replaced the content during the copy.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TRIES = 3
 class PrefixCopy:
     """The copies of the objects below `old` to keys below `new`; `empty` is an empty file's fd.
 
-    `is_dated` tells if an object's metadata is known to have its modification time. `sources` are
+    `is_dated` tells if an object's metadata is known to hold the modification time. `sources` are
     the objects that were copied and `made` the copies, both by the old key. `total` is the number
-    of objects to copy. All methods that send requests raise StoreError if not all of them succeed.
+    of objects to copy. Methods that send requests raise StoreError if not all requests succeed.
     """
 
     def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
@@ -66,12 +66,12 @@ class PrefixCopy:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_copy_ns(self) -> int:
-        """The latest Last-Modified (ns) of all copies but markers, dated by this machine."""
+        """The latest Last-Modified (ns) of the copies, without markers: this machine dates them."""
         copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
         return max(copies, default=0)
 
     def folders(self) -> set[str]:
-        """The old prefixes without a marker; some servers list them until they are deleted."""
+        """The old directories that have no marker; some servers list them until deleted."""
         folders = {self.old}
         for key in self.sources:
             at = key.rfind("/")
@@ -89,7 +89,10 @@ class PrefixCopy:
         return listed
 
     async def recall_made(self, until_ns: int | None) -> None:
-        """Find an earlier run's copies, for `undo`: markers, and objects not after `until_ns`."""
+        """Find the copies that an earlier run has made, and put them in `made`, for `undo`.
+
+        Objects with a Last-Modified after `until_ns` are left out, except markers.
+        """
         listed, there, pairs = await self._list_both()
         for source, copy in pairs:
             if _is_marker(copy) or _is_until(copy, until_ns):
@@ -99,7 +102,10 @@ class PrefixCopy:
             self._may_lack_marker = True
 
     async def recall_sources(self, until_ns: int | None) -> None:
-        """Find the sources of an earlier run, not later than `until_ns`, for `delete_sources`."""
+        """Find the objects that an earlier run has copied, for `delete_sources`.
+
+        Objects with a Last-Modified after `until_ns` are left out.
+        """
         listed, _, pairs = await self._list_both()
         self.sources = {one.key: one for one, _ in pairs if _is_until(one, until_ns)}
         self.total = len(self.sources)
@@ -224,7 +230,7 @@ class PrefixCopy:
             self._left, self._folders = dict(self.sources), self.folders()
         else:
             listed = {info.key: info for info in await list_all(self._store, self.old)}
-            self._folders -= listed.keys()  # they have got markers since
+            self._folders -= listed.keys()  # these have got markers since
             self._left = {
                 key: source
                 for key, source in self._left.items()
@@ -277,8 +283,8 @@ async def delete_all(
 ) -> None:
     """Delete objects; the marker of a directory is deleted after the objects in it.
 
-    `known` has ETags by keys; an object with another ETag stays, as another client has put
-    it there since; None deletes any object. `note` is called with the deleted keys of each
+    `known` maps each key to an ETag: an object with another ETag stays, as another client has
+    put it there since; None deletes any object. `note` is called with the deleted keys of each
     batch. The first error is raised at the end.
     """
     ordered = sorted(known, reverse=True)
@@ -305,7 +311,7 @@ def _batches(keys: list[str]) -> list[list[str]]:
 
 
 def _is_copy(copy: ObjectInfo, source: ObjectInfo) -> bool:
-    """True if an object may be a copy of another one's present version."""
+    """True if `copy` may be a copy of `source`, the present version of another object."""
     if copy.size != source.size or copy.mtime_ns < source.mtime_ns:
         return False
     return copy.etag == source.etag or copy.mtime_ns > source.mtime_ns

@@ -1,8 +1,8 @@
 """The changes of this mount's own state when objects get other keys.
 
-The bucket has copies under the new keys already. The cached files become those of the
-copies, nodes and open handles get the new versions, staged files
-will be uploaded under the new keys, and listings show the new names.
+The bucket has copies under the new keys already. The cached files of the old objects become
+those of the copies, nodes and open handles get the copies' versions, staged files will be
+uploaded under the new keys, and listings show the new names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-# The copies, by the versions that were copied.
+# The copies, by the versions that were copied (the sources).
 Moved = Mapping[ObjectVersion, ObjectInfo]
 # Cached files that are renamed before other tasks of the event loop get a turn.
 CACHED_AT_ONCE = 64
@@ -36,7 +36,7 @@ class Relocator(MountPart):
         self._staging = staging
 
     def is_dated(self, info: ObjectInfo) -> bool:
-        """True if an object's metadata is known to have its modification time."""
+        """True if an object's metadata is known to hold the file's modification time."""
         inode = self._inodes.at(info.key)
         if inode is None or inode.info is None or inode.info.version != info.version:
             return False
@@ -44,7 +44,7 @@ class Relocator(MountPart):
         return inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
 
     async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
-        """Assign cached files to the copies of their versions; return the copies left uncached."""
+        """Assign each source's cached file to its copy; return the copies for which that failed."""
         uncached = set()
         for index, (version, copy) in enumerate(moved.items()):
             if (await self._cache.look_up([version]))[0] is not None:
@@ -106,7 +106,7 @@ class Relocator(MountPart):
         """Rename a directory, with everything below it, in this mount's state."""
         for file in self._staging:
             source = copies.sources.get(file.key)
-            # An object that another client has put there meanwhile is a conflict for the upload.
+            # If another client has put an object there meanwhile, the upload finds the conflict.
             if source is not None and source.etag == file.etag:
                 file.etag = copies.made[file.key].etag
         moved = copies.by_version()
@@ -114,10 +114,11 @@ class Relocator(MountPart):
         self._follow(moved, uncached)
 
     def finish_move(self, old: str, new: str) -> None:
-        """Complete a `move_directory` of a killed process, before handles are restored."""
+        """Complete a `move_directory` that a kill has interrupted, before handles are restored."""
         inode, there = self._inodes.at(old), self._inodes.at(new)
         if inode is not None and there is not None and there.children:
-            # The directory has its new name already; some files without kernel nodes lack it.
+            # The directory has its new name already, but some files that no kernel node stands
+            # for are still below the old name.
             for child in list((inode.children or {}).values()):
                 if child.name not in there.children:
                     self._inodes.move(child, there, child.name)
@@ -145,7 +146,7 @@ class Relocator(MountPart):
         self._directories.changed(*split_entry(new), None)
 
     def ended(self, old: str, new: str, *, is_ours: bool) -> None:
-        """Update the listings at a rename's end; unless `is_ours`, request them again later."""
+        """Update the listings at a rename's end; expire them unless this process began it."""
         self._directories.pending_changes.landed(*split_entry(old))
         if is_ours:
             return
@@ -157,8 +158,8 @@ class Relocator(MountPart):
     def _follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
         """Give open nodes that have lost their names the copies' versions and keys.
 
-        A passthrough node whose cached file could not be renamed is replaced instead: the kernel
-        must not get another file for the same node.
+        A node that is open for passthrough is separated from its name if its cached file could
+        not be renamed: the kernel must not get another file for the same node.
         """
         for handle in self._handles.files.values():
             inode = handle.inode

@@ -41,7 +41,10 @@ RENAME_NOREPLACE = 1
 
 
 class Made(NamedTuple):
-    """An object under a new key, and its source; `sent`: `meta_changes` at a PUT, else None."""
+    """A renamed file's object under the new key, and the source of its content.
+
+    `sent` is the file's `meta_changes` when it was sent by a PUT, None for a copy.
+    """
 
     source: ObjectInfo
     new: ObjectInfo
@@ -51,8 +54,8 @@ class Made(NamedTuple):
 class NameChanges(CreateRemove):
     """The changes of one mount's names: `rename`, and the methods of `CreateRemove`.
 
-    Belongs to the event loop.
-    StoreError is raised if the bucket refuses a change, or a late request may undo it.
+    Belongs to the event loop. The methods raise StoreError if the bucket refuses a change, or
+    if a late request may have undone an object that is to be copied.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class NameChanges(CreateRemove):
             self._begin(caller)
             await self._keep_directory(*old)
             if target is None:
-                return  # an earlier process has renamed a directory by this very request
+                return  # an earlier process has renamed a directory for this very request
             is_new = bool(flags & RENAME_NOREPLACE)
             if is_new and is_repeated and not isinstance(target, Absent):
                 inode = old[0].child(old[1])
@@ -155,7 +158,7 @@ class NameChanges(CreateRemove):
         await self._writer.removals.flush_below(new)
 
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
-        """Send or sync a renamed, closed file that only the local disk has, as its new path needs.
+        """Upload or sync a renamed closed file that the bucket lacks, if its new path needs that.
 
         After an error the file is renamed all the same, and sent later. No name is locked here.
         """
@@ -180,7 +183,7 @@ class NameChanges(CreateRemove):
         )
 
     def _waits_for_disk(self, staged: StagedFile, key: str) -> bool:
-        """True if the close of a file with this key waits for the local disk alone."""
+        """True if the close of a file with this key waits only for the local disk."""
         return self._writer.flusher.delay_s(staged, key) is not None
 
     async def _check_target(
@@ -203,7 +206,7 @@ class NameChanges(CreateRemove):
             self._check_deleting(new[1])
 
     def _replaced(self, new: Name, *, is_repeated: bool) -> Inode | None:
-        """Find the node that a rename replaces, or None; if repeated, in the staged files first."""
+        """Find the node that a rename replaces, or None; if repeated, try staged files first."""
         if is_repeated:
             for staged in self._writer.staging:
                 if staged.key == self._key(new) and not staged.is_unlinked:
@@ -348,7 +351,10 @@ class NameChanges(CreateRemove):
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, new: Name, condition: Condition
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy the object of a held file, with the new attributes if only those have changed."""
+        """Copy a locked staged file's object, with the new attributes if only those have changed.
+
+        Returns (the copied version, the copy).
+        """
         if staged.is_content_dirty or not staged.is_meta_dirty:
             return await self._copy(source, new, condition, None)
         changes = staged.meta_changes
@@ -360,10 +366,12 @@ class NameChanges(CreateRemove):
     async def _copy(
         self, source: ObjectInfo, new: Name, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy an object, maybe moved by an earlier attempt; return (the copied version, the copy).
+        """Copy an object to its new key; return (the copied version, the copy).
 
         The copy gets the attributes `meta`, or (None) the object's. If the object is another
-        version than `source` by now, the present version is copied unchanged.
+        version than `source` by now, the present version is copied unchanged. If the object is
+        gone, the copy of an earlier attempt is returned; NotFoundError if there is none, and with
+        IF_ABSENT.
         """
         key = self._key(new)
         try:
@@ -398,11 +406,11 @@ class NameChanges(CreateRemove):
         *,
         is_new: bool,
     ) -> None:
-        """Delete a renamed file's old object; if that fails, remove the new object `made`.
+        """Delete a renamed file's old object; if that fails, remove the new one (`_take_back`).
 
         An object that another client has put under the old key since the copy stays. Before the
         delete, `rival` is recorded as unlinked: otherwise its close after a kill would replace
-        the new object, which is then the only one.
+        the new object, which is then the only one. `is_new`: the new key had no object before.
         """
         state = rival.state if rival is not None else None
         try:
@@ -423,7 +431,7 @@ class NameChanges(CreateRemove):
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
-        """True if an object whose DELETE got no answer still exists; None if unknown."""
+        """True if an object whose DELETE failed still exists, with this ETag; None if unknown."""
         try:
             return (await self._store.head(key)).etag == etag
         except NotFoundError:
@@ -432,7 +440,11 @@ class NameChanges(CreateRemove):
             return None
 
     async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
-        """Delete a failed rename's new object `made` if it `may_go`; else record that it exists."""
+        """Delete the new object `made` of a failed rename if it `may_go`, else keep it.
+
+        `rival`, the staged file of the new name, gets the ETag of an object that stays, which its
+        upload then replaces; without a `rival`, the listing shows an object that is kept.
+        """
         if rival is not None:
             rival.etag = made.etag
         elif not may_go:
@@ -474,7 +486,7 @@ class NameChanges(CreateRemove):
             self._unanswered.renamed_below(copies.old)
 
     async def _expect(self, copies: PrefixCopy) -> None:
-        """Check that no late request has undone an object to be renamed; confirm the copies."""
+        """Confirm the copies; StoreError if a late request may have undone an object to rename."""
         for expected in self._unanswered.expected_below(copies.old):
             source = copies.sources.get(expected.key)
             if source is None or source.etag != expected.etag:

@@ -10,9 +10,9 @@ Between the two, this mount's nodes and files get their new names, in one step o
 the *switch*. During the switch the record says *copying* and `is_switching`; after a kill
 the next process renames the nodes and files that were left out (`switches`).
 
-At every moment each file exists under its old or its new name. A rename that no request waits for
-is finished by the process that finds its record: a daemon that gets the last daemon's request
-again, or, after a crash of the machine, the next mount. Objects with a copy are not copied again
+At every moment each file exists under its old or its new name. An interrupted rename is finished by
+the process that finds its record: the next daemon, to which the kernel sends the request again, or,
+after a crash of the machine, the next mount. Objects with a copy are not copied again
 (prefix_copy.py). This mount changes nothing below either prefix until then (nodes/prefix_lock.py),
 but other clients may: objects younger than `until_ns`, by the bucket's clock, are not deleted. A
 mount that was detached while programs used it finishes its own renames: two mounts would take each
@@ -49,7 +49,7 @@ FORMAT = 2
 RETRY_S = 5.0
 # The same pause while no rename is unfinished.
 IDLE_S = 60.0
-# The most keys that `describe` names of the changes that wait for a rename.
+# The most changes waiting for a rename whose keys `describe` lists.
 MOST_NAMED = 5
 
 # Renames this mount's nodes and files once all objects are copied, in one step of the
@@ -69,10 +69,10 @@ class Phase(enum.StrEnum):
 class RenameJob:
     """The recorded rename of one directory. The task that works on it holds `lock`.
 
-    The record's NUMBER is the time of its begin, in ns. `has_replaced`: there was an empty
-    directory of the new name; `is_ours`: this process began the rename. Objects younger
-    than `until_ns` stay. `is_safe`: the record of the phase is safe against a power cut. `known_at`
-    is when this process began or found the rename, in monotonic seconds.
+    The record's NUMBER is the time at which the rename began (ns since the epoch). `has_replaced`:
+    there was an empty directory of the new name; `is_ours`: this process began the rename. Objects
+    younger than `until_ns` stay. `is_safe`: the record of the phase is safe against a power cut.
+    `known_at` is the time at which this process began or found the rename, in monotonic seconds.
     """
 
     path: Path
@@ -118,7 +118,7 @@ class RenameJob:
 class RenameJobs:
     """The unfinished directory renames of one mount. Belongs to the event loop.
 
-    `prefix` is the mount's own. `make_copies` returns the `PrefixCopy` of an old and a
+    `prefix` is the prefix of the mount. `make_copies` returns the `PrefixCopy` of an old and a
     new prefix. `switch` is called when all objects are copied, to rename the mount's nodes.
     `ended(old, new, is_ours=…)` is called at the end of each rename.
     """
@@ -149,7 +149,7 @@ class RenameJobs:
             self._load(path)
 
     def _load(self, path: Path) -> None:
-        """Take over the rename of a record that another process has left unfinished."""
+        """Read a rename's record; take the rename over, unless another running mount began it."""
         try:
             record = json.loads(path.read_text())
             if record.get("format") != FORMAT:
@@ -201,7 +201,7 @@ class RenameJobs:
         self._switches = []
 
     def _is_served(self, mount: str) -> bool:
-        """True if the other mount of this name still has a process, which holds its lock."""
+        """True if the other mount of this name still has a process, which locks its directory."""
         try:
             directory = self._staging.directory.parent / mount
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -235,7 +235,7 @@ class RenameJobs:
         return [job.pending() for job in found]
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
-        """Record a rename, safe against a power cut; `closure` stays closed until it has ended."""
+        """Record a rename, safe against a power cut; `closure` stays closed until its end."""
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)
@@ -287,7 +287,7 @@ class RenameJobs:
 
     @contextmanager
     def _switching(self, job: RenameJob, copies: PrefixCopy) -> Iterator[None]:
-        """Record the switch: after it, changes are made under the new name.
+        """Record the switch, after which changes are made under the new name.
 
         The record is written before any such change can be acknowledged, and made safe against
         a power cut before any object is deleted.
@@ -300,7 +300,7 @@ class RenameJobs:
         self._note(job)
 
     async def _complete(self, job: RenameJob) -> None:
-        """Delete the old objects, or the copies if the rename is undone; `run` retries later."""
+        """Delete the old objects, or an undone rename's copies; `run` tries again if that fails."""
 
         def note(count: int) -> None:
             job.deleted += count
