@@ -25,10 +25,10 @@ _GENERATIONS = count(0, 1 << 32)
 class Directory:
     """The segments of one directory, in order and disjoint.
 
-    `generation` grows with each change that a stream may show. `most_s` is the metadata TTL
-    of its pages. `changed` is the time of the last known change. `doubted` is the time of this
-    mount's last change, or of the last sign of another's: pages requested before that time are not
-    relied on (freshness.py). Times are seconds of the monotonic clock.
+    `generation` grows with each change that a directory stream may show. `most_s` is the metadata
+    TTL of the pages. `changed` is the time of the last known change. `doubted` is the time of this
+    mount's last change, or of the last sign of another client's change: pages requested before that
+    time are not relied on (freshness.py). Times are seconds of the monotonic clock.
     """
 
     prefix: str
@@ -64,7 +64,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """Set a name's entry in the segments' `pending`, maybe outdated, to None (unknown)."""
+        """Set a name's entries in the segments' `pending`, maybe outdated, to None (unknown)."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:
@@ -73,7 +73,7 @@ class Directory:
                 segment.pending[name] = None
 
     def add(self, new: Segment) -> tuple[list[Segment], list[Segment]]:
-        """Add `new`. Return the overlapping segments, now removed, and `new` with their rests."""
+        """Add `new` in place of what it overlaps; return the removed and the added segments."""
         gone = [old for old in self.segments if old.overlaps(new)]
         shown = [(old.start, old.stop, old.entries) for old in gone]
         if gone and shown != [(new.start, new.stop, new.entries)]:
@@ -103,7 +103,7 @@ class Directory:
         return at is None
 
     def has_other(self, name: str, now: float) -> bool:
-        """True if a valid segment has another entry than `name` that the bucket has."""
+        """True if a valid segment has an entry, other than `name`, that the bucket has."""
         return any(
             other != name and is_stored(entry)
             for segment in self.segments

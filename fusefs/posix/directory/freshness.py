@@ -8,8 +8,8 @@ objects' Last-Modified, a page that differs from the page before, an ETag that a
 A page is used in two ways. Its names are shown, with their attributes, for at least a second, so
 that `ls -l` costs one LIST. To open a file, to tell that a name is missing, and to begin to list
 the directory, a page is used only for its belief, which is 0 while others change the directory:
-then each such question asks the bucket anew. A program that creates file after file looks each name
-up before; it is answered from a page of up to a second ago (`Creations`).
+then each of these sends a request. A program that creates file after file looks each name up before
+it creates the file; such lookups are answered from a page of up to a second ago (`Creations`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 # The first belief. Also the least time for which names are shown, and the most for which a
 # missing name is relied on.
 FIRST_S = 1.0
-# For this long after a change by another client nothing is relied on: a checkpoint consists of
+# For this long after a change by another client no page is relied on: a checkpoint consists of
 # several files, and programs that wait for it look as soon as they are notified.
 HOT_S = 10.0
 # If no change is known, and after a change by this mount, a directory counts as changed this long
@@ -28,16 +28,16 @@ QUIET_S = 2 * HOT_S
 # A directory whose last change is older than this is relied on for the whole metadata TTL at
 # once: an epoch over a data set costs no more requests than with a fixed time.
 STILL_S = 3600.0
-# A program counts as creating many files after this many in a row, with shorter pauses than this
-# after each. A LIST for each would nearly double the time and the requests of a small file, which
-# is one PUT. If machines wait for each other the pauses are longer, as the other machine's work
-# takes several requests.
+# A program counts as creating many files after MANY in a row, with a pause shorter than
+# LONGEST_PAUSE_S after each. A LIST for each file would nearly double the time and the requests of
+# a small file, which is one PUT. If machines wait for each other the pauses are longer, as the
+# other machine's work takes several requests.
 MANY = 8
 LONGEST_PAUSE_S = 0.1
 
 
 def belief_s(still_s: float, before_s: float, most_s: float) -> float:
-    """Seconds, from its request, for which a page is relied on.
+    """The seconds, counted from its request, for which a page is relied on.
 
     `still_s` is the time since the directory's last change, `before_s` the belief of the
     previous page if this one shows no change, else 0, and `most_s` the metadata TTL.

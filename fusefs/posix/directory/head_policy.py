@@ -10,13 +10,14 @@ a sample of one is enough.
 
 This is safe enough because one object with attributes ends the assumption for its directory and its
 siblings; an object younger than those without attributes gets a HEAD; and nothing is assumed of a
-directory in which this mount, or an earlier one with its cache, made a change. Before an object is
-changed, it always gets its HEAD.
+directory in which this mount, or an earlier mount with the same cache, made a change. Before an
+object is changed, it always gets its HEAD.
 
-A read-only mount is for data sets of many files, so it sends fewer HEADs: of those two objects, and
-without a sample only of files small enough to be a symbolic link. Attributes that equal the mount's
-defaults, times aside, count as none, but then a full sample has to decide. A wrong assumption shows
-when the object is read, or when a program is denied access (head_cache.py).
+A read-only mount is for data sets of many files, so it sends fewer HEADs: for the smallest and the
+youngest object, and, without a sample, only for files small enough to be a symbolic link.
+Attributes that equal the mount's defaults, times aside, count as none, but then a full sample has
+to decide. A wrong assumption shows when the object is read, or when a program is denied access
+(head_cache.py).
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class _Directory:
 class Assumed(NamedTuple):
     """The Last-Modified up to which a directory's objects are assumed to have no attributes.
 
-    In ns since the epoch; `links` is for objects that may be symbolic links by their size.
+    In ns since the epoch; `links` is for objects small enough to be symbolic links, `others` for
+    all other objects.
     """
 
     links: float
@@ -135,7 +137,7 @@ class HeadPolicy:
         self._without_in_a_row += 1
 
     def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
-        """Assume, after HEADs of `asked` files, that no file has attributes; False if one did."""
+        """After HEADs of `asked` files, assume that no file has attributes; False if one has."""
         directory = _entry(self._directories, prefix)
         if directory.has_attributes:
             return False

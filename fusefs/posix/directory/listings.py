@@ -59,8 +59,8 @@ MAX_ENTRIES = 200_000
 # A segment with at most this many names is requested again as one page.
 _MOST_AGAIN = 1000
 
-# For how long `Segment.pending` may be used for the next page, even if the segment has expired:
-# with a TTL of 0, too, the pages of a stream follow each other.
+# The time for which `Segment.pending` may be used for the next page, even if the segment has
+# expired: with a TTL of 0, too, the pages of a stream follow each other.
 CARRIED_S = 10.0
 # The most names of a folder that are searched for the next folder.
 _LOOKED_AT = 100
@@ -76,7 +76,7 @@ class Directories:
     """The cached listings of all directories, as segments.
 
     `ttl` is the most seconds for which listings of a path are relied on (`math.inf`: for ever);
-    requests ahead run in `nursery`. When a directory turns out to have changed, its nodes in
+    pages are fetched ahead in `nursery`. When a directory turns out to have changed, its nodes in
     `inodes` are doubted: their next opens ask the bucket. All listings together have at most
     `most_entries`. Methods that request a listing raise StoreError if the request fails.
     """
@@ -119,7 +119,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The known entry of a name, and until when it is valid; None if a request is needed."""
+        """The known entry of a name, and its expiry (monotonic s); None if a request is needed."""
         here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -135,7 +135,7 @@ class Directories:
         return known if is_young and is_made else None
 
     def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """Do what `lookup_now` does; None also if the entry is only shown, not relied on."""
+        """Do what `lookup_now` does, but return None if the entry is only shown, not relied on."""
         known = self.lookup_now(directory, name)
         return known if known is not None and known[1] > time.monotonic() else None
 
@@ -144,7 +144,7 @@ class Directories:
     ) -> tuple[Entry | Absent, float]:
         """Look up a name; return its entry, and the monotonic time until which it is relied on.
 
-        If the bucket was asked, that time is later than the begin of this call. With
+        If the bucket was asked, that time is not before the begin of this call. With
         `is_opened`, entries that are only shown, and not relied on, are requested again.
         """
         began = time.monotonic()
@@ -223,7 +223,7 @@ class Directories:
         return await self._load(directory, "", resolve_doubts=True)
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
-        """Correct a listing after an answer about one file (`info`; None: unknown, or gone)."""
+        """Correct a listing by S3's answer about one file; `info` is None if unknown or gone."""
         directory.doubt_carried(name)
         self._note_change(directory, is_ours=False)
         segment = directory.holding(name)
@@ -258,7 +258,7 @@ class Directories:
             self._entries += _size_of(segment) - before
 
     def _note_change(self, directory: Directory, *, is_ours: bool) -> None:
-        """Stop relying on a directory's pages, as this mount or another one has changed it."""
+        """Stop relying on a directory's pages, as this mount or another client has changed it."""
         if math.isinf(directory.most_s):
             return
         now = time.monotonic()

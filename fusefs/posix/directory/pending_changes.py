@@ -57,7 +57,7 @@ class PendingChanges:
 
     @contextmanager
     def listing(self) -> Iterator[float]:
-        """Remember all changes during the block, which requests a listing; yield its start time."""
+        """Keep all changes by name during the block, which requests a LIST; yield its start."""
         number = next(self._numbers)
         self._listings[number] = time.monotonic()
         try:
@@ -101,7 +101,7 @@ class PendingChanges:
             self._moves.popleft()
 
     def has_forgotten(self, prefix: str, since: float) -> bool:
-        """True if a change in a directory since this time is not known by name any more."""
+        """True if a change in a directory since this time may have been forgotten."""
         return self._former.get(prefix, self._former_others) >= since
 
     def get(self, prefix: str, name: str) -> Entry | Absent | None:

@@ -49,7 +49,7 @@ UNCOVERED = Absent()
 
 
 def is_stored(entry: Entry | Absent) -> bool:
-    """True if the bucket has an entry under this name, not only this mount (a new file)."""
+    """True if the bucket has this entry; False for a new file that only this mount has."""
     return entry is None or (isinstance(entry, ObjectInfo) and bool(entry.etag))
 
 
