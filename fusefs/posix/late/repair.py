@@ -1,9 +1,9 @@
 """Checks of uncertain keys, and repairs of changes that a late request has undone.
 
 uncertain_keys.py explains late requests, the times of checks, and expected states.
-A repair is a change like any other: it is conditional on the state that was
-found, if the store honours conditions, and recorded while it is under way, so that
-a repair without an answer makes the key uncertain anew.
+A repair is sent like any other change: on the condition that the key still has the state that
+was found, if the store honours conditions, and recorded while it is under way. So a repair
+without an answer makes the key uncertain again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fusefs.store.s3.head import sendable
 logger = logging.getLogger("fusefs.late")
 
 AT_ONCE = 8
-# A key whose HEAD failed is checked again after this.
+# The pause before another check of a key whose HEAD failed.
 RETRY_S = 5.0
 # The most attempts at a check of a key that keeps changing during repairs.
 TRIES = 3
@@ -101,7 +101,7 @@ class Repairer:
             await self._store.fetch_content(entry)
 
     async def _is_right(self, entry: UncertainKey) -> bool:
-        """Check a key once, and repair it; False if it has to be checked again."""
+        """Check a key once, and repair it; False if the key changed and has to be checked again."""
         found = await self._store.current_state(entry.key)
         result = entry.check(found)
         if result == CheckResult.FOREIGN:
@@ -128,12 +128,12 @@ class Repairer:
         return True
 
     async def _put_back(self, entry: UncertainKey, found: KeyState) -> ObjectInfo | None:
-        """Restore a locked key's expected state; return the new object, None for an absent one.
+        """Restore a locked key's expected state; return the new object, None if none is expected.
 
         Raises:
             LookupError: the local disk does not have the content any more.
             ConflictError, StaleVersionError, NotFoundError: the key has changed since it was
-                `found`, or another state is expected by now.
+                `found`, or its expected state has changed meanwhile.
             StoreError: the request failed.
         """
         key, expected = entry.key, entry.expected
@@ -167,7 +167,7 @@ class Repairer:
     ) -> None:
         """Record the repaired state `made`; ConflictError if `expected` is outdated by now."""
         if entry.expected is not expected:
-            # Another change was acknowledged meanwhile, which this repair has undone.
+            # This repair has undone another change, which was acknowledged meanwhile.
             entry.unanswered.append(UnansweredRequest(change, is_newer=False))
             self._uncertain_keys.record(entry)
             raise ConflictError(f"{entry.key} was changed while it was put back")

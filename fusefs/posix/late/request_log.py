@@ -1,16 +1,17 @@
-"""The log of changes under way in the bucket; each is recorded before its request is sent.
+"""The log of changes that are under way: each is recorded before its request is sent.
 
     DIRECTORY/requests    one slot for each change that is under way
     DIRECTORY/batch-N     the keys of one DeleteObjects request
 
-The server may execute requests of a killed process later (uncertain_keys.py). The log tells the
-next process the keys of such requests, and by which tokens it recognises their results.
+The server may execute requests of a killed process later (uncertain_keys.py). The log gives the
+next process the keys of such requests, and the tokens that their results carry.
 
-The slots are in a file that is mapped shared: to fill one is a copy into memory, which the kernel
-keeps when the process is killed; a machine's crash ends the requests, too. A slot is a CRC, a
-length and the change: a length of 0 marks a free slot, and a slot with a wrong CRC was being filled
-at the kill, so its request was never sent. The blocks are allocated before they are written, so
-that a full disk is an error and not a SIGBUS; without a free slot a change is sent unrecorded.
+The slots are in a file that is mapped shared. Recording a change is a copy into memory, which the
+kernel keeps when the process is killed; a crash of the machine ends the requests as well. A slot
+holds a CRC, a length and the change: a length of 0 marks a free slot. A slot with a wrong CRC was
+being filled at the kill, so its request was never sent. The blocks are allocated before they are
+written, so that a full disk is an error and not a SIGBUS. If no slot is free, a change is sent
+unrecorded.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ PUT = "PUT"
 COPY = "COPY"
 DELETE = "DELETE"
 
-# Bytes. The longest key has 1,024; an ETag has 34, or a few more with the count of parts.
+# In bytes. The longest key has 1,024; an ETag has 34, or a few more with the count of parts.
 SLOT = 1536
-# At the start: a mount with the default number of connections has no more requests under way.
+# The initial slots: a mount with the default number of connections needs no more at once.
 SLOTS = 64
 # CRC of the rest of the slot, and its length in bytes.
 _HEAD = struct.Struct("<II")
@@ -42,7 +43,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Change(NamedTuple):
-    """One change of one key. It is a tuple, which is made fast, as each request makes one.
+    """One change of one key; a tuple, because each change is created in less time as a tuple.
 
     An object made by the change may carry any of `tokens`; `etag` is the source's ETag if the
     change copies an object with its metadata, else "".
@@ -68,11 +69,11 @@ class RequestLog:
     """The changes of one mount that are under way. Belongs to the event loop."""
 
     def __init__(self, directory: Path) -> None:
-        """Open and clear the log, which `unanswered_in` has read; OSError if the disk is full."""
+        """Open and clear the log; call `unanswered_in` before. OSError if the disk is full."""
         self._directory = directory
         self._fd = os.open(directory / "requests", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # Allocated blocks are kept, as the disk may be full by now.
+            # Only blocks beyond the first SLOTS are freed, as the disk may be full by now.
             os.ftruncate(self._fd, min(os.fstat(self._fd).st_size, SLOTS * SLOT))
             os.posix_fallocate(self._fd, 0, SLOTS * SLOT)
             self._map = mmap.mmap(self._fd, SLOTS * SLOT)
@@ -158,7 +159,7 @@ def unanswered_in(directory: Path) -> list[Change]:
         if length and length <= SLOT - _HEAD.size and zlib.crc32(text) == checksum:
             left.append(Change.from_text(text))
     for path in directory.glob("batch-*"):
-        # A process that was killed while it wrote this had not sent the request.
+        # If the process was killed while it wrote this file, it had not sent the request.
         with contextlib.suppress(ValueError):
             left += [Change(DELETE, key) for key in json.loads(path.read_text())]
     return left

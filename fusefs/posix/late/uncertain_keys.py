@@ -2,22 +2,22 @@
 
 A *late request* is a change (PUT, COPY or DELETE) that the server executes after its sender has
 given it up. Any request without an answer (a time-out, a lost connection, a killed process) may be
-executed late, and makes its key *uncertain*. For uncertain keys only, the result of the last
-acknowledged change, the *expected* state, is recorded, with a copy of the expected content:
+executed late, and makes its key *uncertain*. Only for uncertain keys, the result of the last
+acknowledged change (the *expected* state) is recorded, with a copy of the expected content:
 
     DIRECTORY/source     the bucket to which all records belong
     DIRECTORY/N.json     an uncertain key: its unanswered requests and its expected state
     DIRECTORY/N.SEQUENCE the expected content, if an object is expected
 
 The key is checked after 5, 15, 60 and 300 s (repair.py sends the HEAD). The token in the object's
-metadata (store/fencing.py) tells which request has made the object: if an unanswered request has
-made it, or has deleted the expected object, the expected state is restored. An object of another
-client is left alone, and ends the checks. A request that was sent after the last acknowledged
-change undoes nothing, nor does a request that makes the expected state.
+metadata (store/fencing.py) tells which request has made the object. If an unanswered request has
+made the object, or has deleted the expected one, the expected state is restored. If another client
+has made the object, the object is left alone and the checks end. A request that was sent after the
+last acknowledged change undoes nothing, nor does a request that makes the expected state.
 
-A record is written before its change is acknowledged, without fsync: a machine's crash ends the
-requests, too. The next process and the next mount at the same place take the records over. Times
-are those of CLOCK_BOOTTIME, which has no steps and runs while the machine is suspended.
+A record is written before its change is acknowledged, without fsync, because a crash of the machine
+ends the requests as well. The next process and the next mount at the same place take the records
+over. Times are those of CLOCK_BOOTTIME, which has no steps and runs while the machine is suspended.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Absent:
 
 
 ABSENT = Absent()
-# The state of a key that was found, or is expected.
+# The state of a key, as a HEAD found it or as the mount expects it.
 KeyState = ObjectInfo | Absent
 
-# The times of a key's checks after its last unanswered request. No S3 promises a bound for
-# late requests; observed ones came seconds later, and few connections live for minutes.
+# The times of a key's checks after its last unanswered request. No S3 service promises a bound for
+# late requests; those observed were seconds late, and few connections live for minutes.
 CHECKS_S = (5.0, 15.0, 60.0, 300.0)
-# How long changes of a key wait for a request that was under way when its process was
-# killed. None of 1,200 requests to a server on a machine with tenfold load took longer
-# than half a second; later ones are repaired.
+# The time for which changes of a key wait for a request that was under way when its process
+# was killed. None of 1,200 requests to a server on a machine with tenfold load took longer
+# than half a second; if a request comes later, its effect is repaired.
 KILLED_WAIT_S = 1.5
 
 
@@ -79,13 +79,13 @@ class CheckResult(enum.Enum):
 
 @dataclass(slots=True)
 class UnansweredRequest:
-    """A request that got no answer. `is_newer`: sent after the last acknowledged change."""
+    """A request without an answer; `is_newer` if sent after the last acknowledged change."""
 
     change: Change
     is_newer: bool = True
 
     def has_made(self, found: ObjectInfo) -> bool:
-        """True if this request may have made an object."""
+        """True if this request may have made the object `found`."""
         change = self.change
         if change.kind == DELETE:
             return False
@@ -101,9 +101,9 @@ class UncertainKey:
     """One uncertain key. The task that changes or repairs the key holds `lock`.
 
     The last unanswered request was given up at `since`, and changes of the key wait until
-    `waits_until`, both in seconds of boottime(); `checks_done` counts the checks since.
+    `waits_until`, both in seconds of boottime(); `checks_done` counts the checks after `since`.
     `expected` is None if the expected state is unknown; `content` is the file name of the
-    expected content. The next check sets the event `wanted`, if a task waits for it.
+    expected content. If a task waits for the next check, that check sets the event `wanted`.
     """
 
     key: str
@@ -120,7 +120,7 @@ class UncertainKey:
 
     @property
     def is_harmless(self) -> bool:
-        """True if none of the unanswered requests can change the expected state."""
+        """True if no unanswered request can change the expected state."""
         older = [one.change for one in self.unanswered if not one.is_newer]
         if isinstance(self.expected, Absent):
             return all(change.kind == DELETE for change in older)
@@ -128,7 +128,7 @@ class UncertainKey:
         return token is None or all(token in change.tokens for change in older)
 
     def check(self, found: KeyState) -> CheckResult:
-        """Compare the state that a HEAD has found with the expected state."""
+        """Compare the state that a HEAD found with the expected state."""
         expected = self.expected
         if isinstance(found, Absent) or isinstance(expected, Absent):
             is_expected = isinstance(found, Absent) and isinstance(expected, Absent)
@@ -244,7 +244,7 @@ class UncertainKeys(UnansweredChanges):
 
     @property
     def unsettled_s(self) -> float:
-        """Seconds for which requests of a killed process may still be under way."""
+        """Seconds from now for which requests of a killed process may still be under way."""
         now = boottime()
         return max((one.waits_until - now for one in self._entries.values()), default=0.0)
 
@@ -266,7 +266,7 @@ class UncertainKeys(UnansweredChanges):
         return entry
 
     def expect(self, entry: UncertainKey, state: KeyState | None, content: str | None) -> None:
-        """Record after a change a key's expected state (None: unknown) and its content's file."""
+        """Record the expected state (None: unknown) after a change, and the content's file name."""
         old, entry.content = entry.content, content
         entry.expected = state
         for one in entry.unanswered:
@@ -276,7 +276,7 @@ class UncertainKeys(UnansweredChanges):
             self.remove(old)
 
     def record(self, entry: UncertainKey) -> None:
-        """Write a key's record, whole or not at all; an OSError is only logged. Blocks."""
+        """Write a key's record, whole or not at all; log an OSError. Blocks."""
         content = json.dumps(entry.plain() | {"boot_id": self._boot_id})
         try:
             files.replace(self._path(entry), content)
@@ -284,7 +284,7 @@ class UncertainKeys(UnansweredChanges):
             logger.warning("%s: a request without an answer is not on record: %s", entry.key, error)
 
     def content_path(self, entry: UncertainKey) -> Path:
-        """A new path for the content of a key."""
+        """Return a new path for a copy of a key's content."""
         self._sequence += 1
         return self.directory / f"{entry.number}.{time.time_ns()}-{self._sequence}"
 
@@ -317,7 +317,7 @@ class UncertainKeys(UnansweredChanges):
             entry.wanted = None
 
     def note_checked(self, entry: UncertainKey) -> None:
-        """Note that a key was checked; after its last check the key is forgotten."""
+        """Note that a key was checked; forget the key after its last check."""
         self._wake_waiter(entry)
         now = boottime()
         while entry.checks_done < len(self._checks_s) and self.due_at(entry) <= now:
@@ -328,7 +328,7 @@ class UncertainKeys(UnansweredChanges):
             self.record(entry)
 
     def close(self, *, remove: bool) -> None:
-        """Close the records; `remove` the directory unless keys are left for the next mount."""
+        """Close the records; with `remove`, remove the directory unless uncertain keys are left."""
         self.log.close(remove=remove)
         if remove and not self._entries:
             (self.directory / "source").unlink(missing_ok=True)
@@ -400,7 +400,7 @@ class UncertainKeys(UnansweredChanges):
         """Take over the records of an ended mount of the same bucket."""
         fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # A locked directory belongs to a mount that was detached and is still being ended.
+            # A locked directory belongs to a detached mount whose process has not ended yet.
             is_ours = files.try_lock(fd) and _is_of(other, source)
         finally:
             os.close(fd)
@@ -441,12 +441,12 @@ class UncertainKeys(UnansweredChanges):
             older.content = None  # a killed process had linked the content here already
         elif path.parent != self.directory and entry.content is not None:
             try:
-                # The content keeps both names until its record is here: without one it is removed.
+                # The content has both names until its record is here, as it is removed without one.
                 os.link(path.parent / entry.content, self.directory / entry.content)
             except OSError as error:
                 logger.warning("%s has no content: %s", path, error.strerror)
                 entry.content = None
-        # Two mounts have left the same key; the record that is read later is the later mount's.
+        # Two mounts have left records of the same key; the later mount's record is read later.
         if older is not None:
             entry.unanswered = older.unanswered + entry.unanswered
             entry.waits_until = max(older.waits_until, entry.waits_until)

@@ -4,10 +4,10 @@ For a key that is not uncertain, a change costs two copies into memory besides
 the request itself (request_log.py). If one of its attempts got no answer, the
 key is uncertain once the change has succeeded or failed (uncertain_keys.py).
 
-A change of an uncertain key takes longer: it holds the key's lock, its content is
-copied to the local disk before it is sent, and its result is
-recorded before it counts as acknowledged. Unless a condition keeps requests of a
-killed process from undoing the change, it first waits until such a request is unlikely.
+A change of an uncertain key takes longer: it holds the key's lock, its content is copied to
+the local disk before it is sent, and its result is recorded before it counts as acknowledged.
+If no condition prevents requests of a killed process from undoing the change, the change first
+waits until such requests are unlikely to come.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from fusefs.store.s3.store import S3Store
 logger = logging.getLogger("fusefs.late")
 
 _PIECE = 8 << 20
-# A content that only the bucket has is downloaded before its change is acknowledged, up to this
-# size; a larger one would delay a close for too long, and is downloaded at the next check.
+# Up to this size, a content that only the bucket has is downloaded before its change is
+# acknowledged. A larger one would delay a close for too long, and is downloaded at the next check.
 FETCHED_AT_ONCE = 64 << 20
 # The most attempts at a copy that late requests keep undoing.
 TRIES = 5
 
 
 class _RecordedChange(ChangeUnderWay):
-    """A context that records a change of one key; a class costs half as much as a generator."""
+    """A context that records a change of one key; a class takes half a generator's time."""
 
     __slots__ = ("_change", "_others", "_slot", "_uncertain_keys")
 
@@ -104,7 +104,7 @@ class WatchedStore:
         self.counters = store.counters
 
     def close(self, *, remove: bool) -> None:
-        """Close the records; with `remove` the mount has ended, and no longer needs them."""
+        """Close the records; `remove` them after the mount's end, unless a change is under way."""
         self.uncertain_keys.close(remove=remove and not self._open)
 
     # Changes
@@ -178,7 +178,7 @@ class WatchedStore:
             return failures
 
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
-        """Complete an upload, without a record: a late completion fails, as its upload is gone."""
+        """Complete an upload. Needs no record: a late completion fails, as its upload is gone."""
         key = upload.state.key
         if self.uncertain_keys.get(key) is None:
             return await upload.complete(size, condition)
@@ -191,12 +191,12 @@ class WatchedStore:
     # Records and locks of changes
 
     def on_record(self, change: Change) -> _RecordedChange:
-        """Return a context that records a change until it is answered, or given up."""
+        """Return a context that records a change until the change is answered or given up."""
         return _RecordedChange(change, self.uncertain_keys, self._open)
 
     @contextmanager
     def _all_on_record(self, keys: list[str]) -> Iterator[None]:
-        """Record one request that deletes many keys, until it is answered or given up."""
+        """Record a request that deletes many keys until the request is answered or given up."""
         opened = ChangeUnderWay(frozenset(keys))
         self._open.add(opened)
         batch = self.uncertain_keys.log.begin_batch(keys)
@@ -211,7 +211,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[UncertainKey]:
-        """Lock an uncertain key for a change; unless `is_covered`, wait until `waits_until`."""
+        """Lock an uncertain key for a change; wait until `waits_until`, unless `is_covered`."""
         while True:
             entry = self.uncertain_keys.get(key)
             if entry is None:
@@ -226,13 +226,13 @@ class WatchedStore:
                 return
 
     def _covers(self, key: str, condition: Condition) -> bool:
-        """True if a condition keeps a request of a killed process from undoing a change."""
+        """True if a condition prevents requests of a killed process from undoing a change."""
         if isinstance(condition, Expect):
             condition = strict(condition.etag)
         return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
 
     def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:
-        """Record a key's state after a change; drop the content if the key is certain by now."""
+        """Record a key's state after a change; remove `content` if the key is certain by now."""
         if not entry.is_over:
             self.uncertain_keys.expect(entry, state, content)
         elif content is not None:
@@ -248,8 +248,8 @@ class WatchedStore:
     async def _acknowledge_anew(self, entry: UncertainKey, info: ObjectInfo) -> bool:
         """Record a key's state after a change; download its content, which only the bucket has.
 
-        Returns False if a late request has undone the change already: then the change must not be
-        acknowledged, as the caller may remove the source next.
+        Returns False if a late request has undone the change already. Then the change must not be
+        acknowledged, because the caller may remove the source next.
 
         Raises:
             StoreError: the object is gone, and the HEAD for the key's state failed.
@@ -275,7 +275,7 @@ class WatchedStore:
         return True
 
     async def fetch_content(self, entry: UncertainKey) -> None:
-        """Download a key's expected content if the disk lacks it; the key may change meanwhile."""
+        """Download a key's expected content if the disk lacks it; drop it if the key changes."""
         info = entry.expected
         if not isinstance(info, ObjectInfo) or entry.content is not None:
             return
@@ -294,7 +294,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _copied(self, entry: UncertainKey, fd: int, size: int) -> AsyncIterator[str | None]:
-        """Copy a content before it is sent; yields the copy's name, None if empty or disk full."""
+        """Copy a content before it is sent; yield the copy's name, None if empty or not copied."""
         if entry.is_over or not size:
             yield None
             return
@@ -309,7 +309,7 @@ class WatchedStore:
             yield path.name
 
     async def _fetched(self, entry: UncertainKey, info: ObjectInfo) -> str | None:
-        """Download an object's content; return the file's name, None if it is empty or that fails.
+        """Download an object's content; return the file's name, None if empty or after a failure.
 
         Raises StaleVersionError or NotFoundError if the object is gone.
         """
@@ -343,7 +343,7 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """Create a file in a directory that only this user can read; it is removed on failure."""
+    """Create a file, in a directory that only this user can read; remove it on failure."""
     with _removed_on_failure(path), open(path, "xb") as file:
         yield file
 

@@ -1,15 +1,15 @@
-"""Attributes of closed files: shown here at once, in the bucket within about a second.
+"""Changed attributes of closed files: programs see them at once, the bucket gets them later.
 
 S3 has no request that changes only metadata: a new mode, owner or time takes a copy of the object
 onto itself. Programs that unpack and copy (rsync, tar, cp -a) change all three after each close,
 and rename the file. So a change is recorded, as a line of STAGING/attributes (journal/line_log.py),
-and waits for DEFER_S; further changes in this time are sent with it. A rename adds the change to
-its own copy, an open for writing adds it to the file's next upload, and a removal drops it.
+and waits for DEFER_S (1 s); further changes in this time are sent with it. A rename adds the change
+to its own copy, an open for writing adds it to the file's next upload, and a removal drops it.
 `fsync`, `fusefs sync` and the end of the mount send it at once.
 
-A change that S3 refuses stays recorded and is tried again. If another client has
-replaced or removed the object, that client's change was the later one: then the
-attributes are given up, and the log says so.
+A change that S3 refuses stays recorded and is tried again. If another client has replaced or
+removed the object, that client's change counts as the later one: the attributes are given up,
+with a warning in the log.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ DEFER_S = 1.0
 # The pause between attempts to send a change.
 RETRY_S = 5.0
 AT_ONCE = 16
-# The most changes that wait (5 MB, and 50 MB if all are sent at once); beyond it programs wait.
+# The most waiting changes (5 MB, and 50 MB if all are sent at once). With more, programs wait.
 MOST = 10_000
-# For how long an object put by this mount counts as unchanged by others; the most such objects.
+# An object put by this mount counts as unchanged by others for OWN_S; the most such objects.
 OWN_S = 30.0
 MOST_OWN = 4096
 # The most tokens of unanswered requests that are recorded for one object.
@@ -57,10 +57,10 @@ MOST_TOKENS = 8
 class DeferredChange:
     """The new attributes (`meta`) that one object is to get; `info` is the object's version.
 
-    `since` and `due` are in trio's seconds. `sending` is not None while a request is
-    under way, which is a part of `work`, and `error` is that of the last request.
-    `changes` counts the changes of `meta`. `tokens` are the tokens of unanswered
-    requests for `info`; `token` is that of the next request, None until it is recorded.
+    The change waits `since` it was made and is sent when it is `due` (trio's seconds). `sending` is
+    not None while a request is under way, which is a part of `work`; `error` is the last request's
+    error. `changes` counts the changes of `meta`. `tokens` are the tokens of unanswered requests
+    for `info`; `token` is the next request's token, None until it is recorded.
     """
 
     info: ObjectInfo
@@ -79,7 +79,7 @@ class DeferredChange:
         return self.info.key
 
     def size(self) -> int:
-        """The bytes of content to be sent: 0, as attributes have no content."""
+        """The bytes of content that wait to be sent: 0, as attributes have no content."""
         return 0
 
     def line(self) -> bytes:
@@ -88,7 +88,7 @@ class DeferredChange:
 
 
 def load(directory: Path, default: Meta) -> list[DeferredChange]:
-    """Read the changes recorded in a staging directory; attributes they lack are `default`'s.
+    """Read the changes recorded in a staging directory; take missing attributes from `default`.
 
     Blocks.
     """
@@ -107,8 +107,8 @@ def load(directory: Path, default: Meta) -> list[DeferredChange]:
 class OwnObjects:
     """The objects that this mount has put recently. Belongs to the event loop.
 
-    Such an object has no tags, and no headers but its content type, so that it
-    can be copied with other metadata without a HEAD before.
+    Such an object has no tags, and no headers except its content type, so a copy with other
+    metadata needs no HEAD before.
     """
 
     def __init__(self, store: Store) -> None:
@@ -116,14 +116,14 @@ class OwnObjects:
         self._known: OrderedDict[str, tuple[float, ObjectInfo]] = OrderedDict()
 
     def note(self, info: ObjectInfo) -> None:
-        """Remember an object that this mount has put; beyond MOST_OWN the oldest is forgotten."""
+        """Remember an object that this mount has put; beyond MOST_OWN, forget the oldest one."""
         self._known[info.key] = time.monotonic(), info
         self._known.move_to_end(info.key)
         if len(self._known) > MOST_OWN:
             self._known.popitem(last=False)
 
     def get(self, info: ObjectInfo) -> ObjectInfo | None:
-        """The object with its metadata, if this mount put this version recently; else None."""
+        """The object with its metadata if this mount has put this version recently, else None."""
         at, own = self._known.get(info.key, (0.0, info))
         is_young = time.monotonic() - at < OWN_S
         return own if is_young and at and own.version == info.version else None
@@ -140,11 +140,12 @@ class OwnObjects:
 
 
 class DeferredAttributes:
-    """The changed attributes of one mount that are to be sent. Belongs to the event loop.
+    """The changed attributes of one mount that wait to be sent. Belongs to the event loop.
 
-    They are recorded in the directory `staging`. `landed` is called with the old and the new
-    version of an object, `lost` with a version that was replaced, so that its change is given up.
-    A change that can't be recorded raises OSError; one that can't be sent yet raises StoreError.
+    The changes are recorded in the directory `staging`. After a change was sent, `landed` is called
+    with the old and the new version of the object; if a change is given up, `lost` is called with
+    the version. A change that can't be recorded raises OSError; a change that can't be sent yet
+    raises StoreError.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class DeferredAttributes:
         self._landed = landed
         self._lost = lost
         self._by_key: dict[str, DeferredChange] = {}
-        # Changes taken by a rename or an upload under way; recorded until that is done.
+        # Changes that a rename or an upload under way has taken; they stay recorded until its end.
         self._taken: set[DeferredChange] = set()
         # Heap by due time; entries that were sent or taken meanwhile are skipped.
         self._queue: list[tuple[float, int, DeferredChange]] = []
@@ -171,7 +172,7 @@ class DeferredAttributes:
         self._is_running = False
         self._is_sooner = trio.Event()
         self._at_once = trio.CapacityLimiter(AT_ONCE)
-        # Limits the tasks that send due changes: one for each waiting change would be too many.
+        # Limits the tasks that send due changes: a task for each waiting change would be too many.
         self._due = trio.Semaphore(AT_ONCE)
         # Set when a change was sent or dropped, or failed.
         self._less = trio.Event()
@@ -196,7 +197,7 @@ class DeferredAttributes:
 
     @property
     def is_full(self) -> bool:
-        """True if so many changes wait that programs have to wait before they make others."""
+        """True if so many changes wait that programs have to wait before they make more."""
         return len(self._by_key) >= MOST
 
     async def wait_for_room(self) -> None:
@@ -209,7 +210,7 @@ class DeferredAttributes:
         self._less = trio.Event()
 
     def put(self, info: ObjectInfo, meta: Meta) -> None:
-        """Record new attributes for a version's object, to be sent soon."""
+        """Record new attributes of a version, to be sent soon; OSError if the disk fails."""
         entry = self._by_key.get(info.key)
         if entry is not None and entry.info.etag == info.etag:
             self._log.append(replace(entry, meta=meta).line())
@@ -222,7 +223,7 @@ class DeferredAttributes:
             self._add(entry)
 
     def _note(self, entry: DeferredChange) -> bool:
-        """Record a change that is sent in any case; False if the disk fails, which is logged."""
+        """Record a change that is to be sent even unrecorded; log a disk error and return False."""
         try:
             self._log.append(entry.line())
             return True
@@ -247,7 +248,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """Move a change of `key`, made during the key's rename, to `info`, or (None) drop it."""
+        """Move a change made during the rename of `key` to the new object `info`; None: drop it."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
@@ -262,7 +263,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     async def give_up(self, key: str) -> int:
-        """Drop the changes at or below a key, to show the bucket's state; return their number."""
+        """Drop the changes at or below a key, and show the bucket's state; return their number."""
         given_up = self.pending(key)
         for entry in given_up:
             await self.until_unsent(entry.key)
@@ -279,7 +280,7 @@ class DeferredAttributes:
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Yield a key's change or None, for the caller to send or drop; an error puts it back."""
+        """Yield a key's change or None; the caller sends or drops it. An error puts it back."""
         await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:
@@ -307,7 +308,7 @@ class DeferredAttributes:
                 await entry.sending.wait()
 
     async def flush(self, key: str) -> None:
-        """Send the change of a key, if there is one. Raises the error of the request."""
+        """Send the change of a key, if there is one; raise the request's error."""
         while (entry := self._by_key.get(key)) is not None:
             entry.error = None
             await self._send(entry)
@@ -315,7 +316,7 @@ class DeferredAttributes:
                 raise entry.error
 
     async def flush_below(self, prefix: str) -> None:
-        """Send all changes at or below a prefix; raise the first error when all requests ended."""
+        """Send all changes at or below a prefix; after all requests, raise the first error."""
         waiting = self.pending(prefix)
         async with trio.open_nursery() as nursery:
             for entry in waiting:
@@ -327,7 +328,7 @@ class DeferredAttributes:
             await self.flush(entry.key)  # changes made while another task sent this one
 
     def hurry(self, key: str) -> None:
-        """Start to send all changes at or below a key now."""
+        """Start to send all changes at or below a key; return at once."""
         for entry in self.pending(key):
             entry.error = None
             self._nursery.start_soon(self._send_unattended, entry)
@@ -352,7 +353,7 @@ class DeferredAttributes:
             self._is_running = False
 
     async def _send_unattended(self, entry: DeferredChange, *, is_due: bool = False) -> None:
-        """Call `_send` in a task that no request waits for; with `is_due`, then release `_due`."""
+        """Call `_send` in a task that no request waits for; if `is_due`, release `_due` then."""
         try:
             with unattended():
                 await self._send(entry)
@@ -373,8 +374,8 @@ class DeferredAttributes:
                         if self._by_key.get(entry.key) is entry:
                             await self._request(entry)
             except trio.Cancelled:
-                # The waiting program was killed. `_run` may have skipped this change, as it was
-                # being sent. Not due at once: at the mount's end this would be cancelled again.
+                # The waiting program was killed. `_run` may have skipped this change, because it
+                # was being sent. Not due at once: at the mount's end it would be cancelled again.
                 if self._by_key.get(entry.key) is entry:
                     entry.due = trio.current_time() + DEFER_S
                     self._wait_for(entry)
@@ -405,7 +406,7 @@ class DeferredAttributes:
     async def _may_come_back(self, entry: DeferredChange, error: StoreError) -> bool:
         """True if a late request may have undone a version, so that a repair will put it back.
 
-        The change then counts as failed for now, and also if the HEAD fails.
+        If so, or if the HEAD for the answer fails, the change counts as failed for now.
         """
         unanswered = self._store.unanswered
         if not unanswered.concerns(entry.key):
@@ -422,7 +423,7 @@ class DeferredAttributes:
         return True
 
     async def _copied(self, entry: DeferredChange) -> ObjectInfo:
-        """Send a change, even over a version made by an earlier, unanswered request for it."""
+        """Send a change; repeat it over the version that its earlier, unanswered request made."""
         try:
             earlier = entry.tokens
             return await self._copy(entry)
@@ -438,7 +439,7 @@ class DeferredAttributes:
         return await self._copy(entry)
 
     async def _copy(self, entry: DeferredChange) -> ObjectInfo:
-        """Send the request, with a recorded token by which the next process knows the result."""
+        """Send the request with a recorded token, by which the next process knows the result."""
         if entry.token is None:
             entry.token = self._store.tokens.next()
             entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
@@ -450,7 +451,7 @@ class DeferredAttributes:
         return await self._own.describe(entry.info, entry.key, write)
 
     async def is_about(self, entry: DeferredChange, info: ObjectInfo) -> bool:
-        """True if `info` is the change's version, or the result of an earlier request for it."""
+        """True if `info` is the change's version, or the result of its earlier request."""
         if entry.info.etag == info.etag or not entry.tokens:
             return entry.info.etag == info.etag
         made = await find(self._store, entry.key)
@@ -466,7 +467,7 @@ class DeferredAttributes:
         self._note_less()
 
     def _sent(self, entry: DeferredChange, changes: int, info: ObjectInfo) -> None:
-        """Note that the bucket has an entry's first `changes` changes, as the version `info`."""
+        """Note that the version `info` in the bucket has an entry's first `changes` changes."""
         self._is_failing = False
         if self._by_key.get(entry.key) is not entry:
             return
@@ -482,7 +483,7 @@ class DeferredAttributes:
     # Changes of an earlier process, and the mount's end
 
     def adopt(self, found: Iterable[DeferredChange], *, is_on_record: bool) -> None:
-        """Take over the changes that an earlier process left, for keys without a newer change."""
+        """Take over the changes of an earlier process, except for keys with a newer change."""
         new = [entry for entry in found if entry.key not in self._by_key]
         if new and not is_on_record:
             self._log.append(b"".join(entry.line() for entry in new))

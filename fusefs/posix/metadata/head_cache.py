@@ -1,16 +1,17 @@
-"""The attributes of objects (mode, owner, time, xattrs), which listings lack, by HEAD requests.
+"""HEAD requests for the attributes of objects (mode, owner, time, xattrs), which listings lack.
 
 A writable mount sends a HEAD for each name that is looked up, unless the object is
 assumed to have no attributes (directory/head_policy.py). If a program looks up one name
 after the other in the order of the listing (`ls -l`, `rsync`), HEADs of the following names
-are sent ahead: one, two, four, and at most MOST_AHEAD. For a folder that is listed, that a
-walk is about to reach, or in which a second name is looked up, HEADs of a few names are sent
-at once if these can decide for all others.
+are sent ahead: one, two, four, and at most MOST_AHEAD. In a folder that is listed, that a
+program is about to reach, or in which a second name is looked up, HEADs of a few names are
+sent at once (a *sample*) if their answers can decide for all other names.
 
 A read-only mount assumes more. If assumed attributes deny a program access to a file, the kernel
-requests them again, and then gets those of the object. The GET of a small file brings them as well.
-If an object turns out to be a symbolic link that was shown as a file, its name gets a new node: an
-open of the old one is ESTALE, upon which the kernel looks the name up again and follows the link.
+requests the attributes again, and then gets those of the object. The GET of a small file brings
+them as well. If an object that was shown as a file turns out to be a symbolic link, its name gets a
+new node: an open of the old node fails with ESTALE, upon which the kernel looks the name up again
+and follows the link.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ from fusefs.telemetry.stalls import Work
 
 # The default number of simultaneous requests.
 MOST_AHEAD = 32
-# The most answers kept that no request has used yet; the most directories read in order.
+# The most answers that are kept for later requests; the most directories that are read in order.
 MOST_KEPT = 4096
 MOST_SCANS = 64
 # The most versions whose attributes are remembered, at about 100 bytes each.
 MOST_REMEMBERED = 200_000
-# For how long after their expiry a GETATTR may mean that the kernel doubts the attributes.
+# A GETATTR this soon after the attributes' expiry may mean that the kernel doubts them.
 DOUBT_S = 1.0
 # The kernel requests attributes again if it got them while it dropped another inode (`evict_ctr`
 # in its fs/fuse/inode.c): within this time after a FORGET a GETATTR means no doubt.
 EVICTING_S = 1.0
-# S3 has times in whole seconds, and by a clock of its own.
+# The tolerance for S3's times, which are whole seconds of its own clock.
 CLOCKS_NS = 5 * SECOND_NS
 
 
 @dataclass(slots=True, eq=False)
 class PendingHead:
-    """One HEAD, under way or `done`; `info` is its answer, None if there is no object.
+    """A HEAD request, under way or `done`; `info` is its answer, None if there is no object.
 
-    `sent` is in seconds of the monotonic clock.
+    `sent` is the time of the request in monotonic seconds.
     """
 
     work: Work = field(default_factory=Work)
@@ -72,8 +73,8 @@ class PendingHead:
 class ScanState:
     """The state of HEADs that are sent ahead of a program reading a directory in order.
 
-    `last` is the last name that was looked up, `width` the number of HEADs sent ahead
-    at the last step, and `remaining` the number of these that the program has not reached.
+    `last` is the last name that was looked up, `width` the number of HEADs sent ahead at
+    the last step, and `remaining` the number of these whose names have not been looked up yet.
     """
 
     last: str = ""
@@ -84,8 +85,8 @@ class ScanState:
 class HeadCache:
     """The attributes of one mount's objects. Belongs to the event loop.
 
-    HEADs run in `nursery`. `deferred` returns the attributes that wait to be sent for a
-    version, or None.
+    HEADs run in `nursery`. `deferred` returns the attributes of a version that wait to be sent
+    to S3, or None.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class HeadCache:
         self._deferred = deferred
         # The samples under way, by directory.
         self._sampled: dict[str, PendingHead] = {}
-        # Attributes by `_version`, None for no attributes: the kernel forgets names, and
-        # looks them up again, more often than attributes change.
+        # Attributes by `_version`, None for the defaults. The kernel forgets names, and looks
+        # them up again, more often than attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
     def needs_head(self, inode: Inode) -> bool:
@@ -124,11 +125,11 @@ class HeadCache:
         return self.needs_head_of(inode, self.assumed(inode.parent))
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
-        """True if `needs_head` holds with the given assumptions about the inode's directory."""
+        """Do the same as `needs_head`, given the assumptions about the inode's directory."""
         may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
         until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until
-        # `lacks` also sets attributes that wait to be sent, so on a writable mount it comes first.
+        # `lacks` also sets attributes that wait to be sent, so a writable mount calls it first.
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
 
     def assumed(self, directory: Inode) -> Assumed:
@@ -145,7 +146,7 @@ class HeadCache:
         return self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
-        """True if the attributes of an inode's object are unknown; known ones are set here."""
+        """True if the attributes of an inode's object are unknown; else set them in the inode."""
         if inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
@@ -172,7 +173,7 @@ class HeadCache:
         return inode.meta or inode.default_meta(self._owner)
 
     async def show(self, inode: Inode) -> None:
-        """Request the attributes that stat shows; a read-only mount ignores a failed HEAD."""
+        """Request the attributes that stat shows, if needed; a read-only mount ignores errors."""
         if not self.needs_head(inode):
             return
         if inode.parent is not None:
@@ -189,7 +190,7 @@ class HeadCache:
                 self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
-        """Request an inode's attributes if unknown; ESTALE if it is a link shown as a file."""
+        """Request an inode's attributes if unknown; ESTALE if it is a symlink shown as a file."""
         was_current = inode.is_current
         if self.lacks(inode):
             await self._learn(inode)
@@ -211,21 +212,21 @@ class HeadCache:
         await self._take(inode, head or self._send(key))
 
     async def show_all(self, inodes: Sequence[Inode]) -> None:
-        """Request the attributes that stat shows of several inodes; raise a failed HEAD's error."""
+        """Request the attributes that stat shows for `inodes`; raise a failed HEAD's error."""
         while batch := [inode for inode in inodes if self.needs_head(inode)][:MOST_AHEAD]:
             heads = [self._send(self._inodes.key(inode)) for inode in batch]
             for inode, head in zip(batch, heads, strict=True):
                 await self._take(inode, head)
 
     def wants_sample(self, directory: Inode) -> bool:
-        """True if HEADs of a few of a directory's names may save those of the others."""
+        """True if HEADs of a few names in a directory may save the HEADs of its other names."""
         return self._policy.is_undecided(self._inodes.key(directory))
 
     async def sample(self, directory: Inode, segment: Segment, *, is_listed: bool = True) -> None:
-        """Send HEADs of a few of a directory's names, which may save all others; await the answers.
+        """Send HEADs of a few names in a directory, and wait for the answers: a sample.
 
-        If the directory is not being listed (`is_listed`), a writable mount sends no sample at
-        the first lookup.
+        A sample may save the HEADs of all other names. If the directory is not being listed
+        (`is_listed`), a writable mount sends no sample at the first lookup.
         """
         prefix = self._inodes.key(directory)
         self._send_sample(prefix, segment, is_listed=is_listed)
@@ -235,13 +236,13 @@ class HeadCache:
                 await sampled.done.wait()
 
     def sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """Start a sample before a program reaches a directory; at most one for each parent."""
+        """Start a sample of a directory that a program will reach; at most one for each parent."""
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
         if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
 
     def _send_sample(self, prefix: str, segment: Segment, *, is_listed: bool) -> None:
-        """Start the HEADs of a sample, unless the directory's siblings decide for it."""
+        """Start the HEADs of a sample, unless samples of sibling directories decide already."""
         policy = self._policy
         if prefix in self._sampled or not policy.is_undecided(prefix):
             return
@@ -264,7 +265,7 @@ class HeadCache:
             self._nursery.start_soon(self._run_sample, prefix, keys, times)
 
     async def _run_sample(self, prefix: str, keys: Sequence[str], modified_ns: list[int]) -> None:
-        """Send HEADs of a sample's first keys; of all `keys` if attributes equal the defaults."""
+        """Send a sample's first HEADs; send them all if attributes equal the defaults."""
         sampled, heads = self._sampled[prefix], dict[str, PendingHead]()
         few = self._policy.sample_size
         try:
@@ -284,14 +285,14 @@ class HeadCache:
             self._sampled.pop(prefix).done.set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
-        """True if a version's attributes are unknown, and `learn_version` could remember them."""
+        """True if a version's attributes are unknown, and `learn_version` has room for them."""
         has_room = len(self._remembered) < MOST_REMEMBERED
         if not has_room or _version(info) in self._remembered:
             return False
         return not self._policy.has_no_attributes(names.parent_of(info.key), info.mtime_ns)
 
     async def learn_version(self, info: ObjectInfo) -> None:
-        """Request and remember a listed object's attributes ahead; errors are ignored."""
+        """Request and remember a listed object's attributes before their use; ignore StoreError."""
         try:
             current = await self._store.head(info.key)
         except StoreError:
@@ -301,18 +302,18 @@ class HeadCache:
             self._remember(current, known)
 
     def described(self, info: ObjectInfo) -> None:
-        """Remember the attributes that an object's GET has brought, and show them to the kernel."""
+        """Remember the attributes in the answer of an object's GET, and show them to the kernel."""
         known = self._observe(info)
         inode = self._inodes.at(info.key)
         if inode is not None and _is_same(info, inode.info) and self.lacks(inode):
             self._learned(inode, known)
-            # After a GETATTR's own HEAD this is left out: the kernel would not believe the answer.
+            # Not after a GETATTR's own HEAD: the kernel would not believe the answer then.
             if inode.nlookup and inode.meta != inode.default_meta(self._owner):
                 self._notifier.invalidate_attributes(inode.nodeid)
         self._remember(info, known)
 
     def _learned(self, inode: Inode, known: Meta) -> None:
-        """Set an inode's attributes; a link that the kernel takes for a file gets a new node."""
+        """Set an inode's attributes; a symlink that the kernel takes for a file gets a new node."""
         was_told = inode.nlookup > 0 and inode.valid_until > 0
         if was_told and known.is_symlink and inode.is_current:
             self._inodes.mark_replaced(inode)
@@ -326,7 +327,7 @@ class HeadCache:
         if head.error is not None:
             raise head.error
         if self.lacks(inode):
-            # There is no object for a directory without a marker, or a file just removed.
+            # There is no object for a directory without a marker, or for a file just removed.
             metadata = head.info.metadata if head.info is not None else None
             known = meta.read(metadata or {}, inode.default_meta(self._owner))
             if head.info is not None and _is_same(head.info, inode.info):
@@ -334,7 +335,7 @@ class HeadCache:
             self._learned(inode, known)
 
     def _remember(self, info: ObjectInfo, known: Meta) -> None:
-        # Another change of so young an object might not show in its time: it is not remembered.
+        # A young object is not remembered: its time might stay the same after another change.
         if time.time_ns() - info.mtime_ns <= CLOCKS_NS:
             return
         self._remembered[_version(info)] = None if known == self._owner.file else known
@@ -359,7 +360,7 @@ class HeadCache:
             head.done.set()
 
     def _observe(self, info: ObjectInfo) -> Meta:
-        """Tell the policy whether an object has attributes; return them."""
+        """Return an object's attributes; tell the policy if it has any."""
         is_directory = info.key.endswith("/")
         default = self._owner.directory if is_directory else self._owner.file
         known = meta.read(info.metadata or {}, default)
@@ -417,7 +418,7 @@ class HeadCache:
         self._keep(key, self._send(key))
 
     def _keep(self, key: str, head: PendingHead) -> None:
-        """Store a HEAD that no request has used yet; beyond MOST_KEPT the oldest is dropped."""
+        """Keep a HEAD for a later request; beyond MOST_KEPT, drop the oldest one."""
         self._pending[key] = head
         if len(self._pending) > MOST_KEPT:
             self._pending.popitem(last=False)
@@ -428,7 +429,7 @@ def _modified_ns(inode: Inode) -> int:
 
 
 def _version(info: ObjectInfo) -> int:
-    """A hash of an object's version; a change of content or metadata gives it another hash."""
+    """Hash an object's version; after a change of content or metadata the hash is another."""
     # Whole seconds: some servers list fractions, which a HEAD lacks.
     return hash((info.key, info.etag, info.size, info.mtime_ns // SECOND_NS))
 

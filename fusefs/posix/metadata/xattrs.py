@@ -1,11 +1,11 @@
 """Extended attributes: properties of the object, and attributes set by programs.
 
-`user.s3.*` are properties of the object, for programs that request them by name. They are
-read-only and hence not listed: a program that copies a file with its attributes sets all
-listed ones. All other `user.*` are kept in the object's metadata, which is small (see
-object_metadata.py), and are known only on a writable mount. Attributes of other kinds would
-have a meaning for the kernel, and a bucket's content must not give anybody rights here. So no
-file has such an attribute; to say so needs no request, as `ls -l` asks for two of each file.
+The attributes `user.s3.*` are properties of the object, for programs that request them by name.
+They are read-only and hence not listed: a program that copies a file with its attributes sets all
+listed ones. All other `user.*` attributes are kept in the object's metadata, which is small (see
+object_metadata.py), and are known only on a writable mount. Attributes outside `user.*` have a
+meaning for the kernel, and a bucket's content must not give anybody rights on this machine. So no
+file has such an attribute, and the answer needs no HEAD: `ls -l` asks for two of them per file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Xattrs:
         self._head_cache = head_cache
 
     def get(self, inode: Inode, name: str) -> Answer[bytes]:
-        """The value of one attribute; ENODATA if the file has no attribute of this name."""
+        """Return the value of an attribute; ENODATA if the file has none of this name."""
         if name.startswith(OURS):
             return self._of_object(inode, name)
         if _is_settable(name) and self._head_cache.lacks(inode):
@@ -55,7 +55,7 @@ class Xattrs:
         return answer if isinstance(answer, bytes) else await answer
 
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
-        """The names of the attributes that programs have set; needs no HEAD after a stat."""
+        """Return the names of attributes that programs have set; needs no HEAD after a stat."""
         if self._head_cache.needs_head(inode):
             return waiting(self._names_shown(inode))
         known = self._head_cache.meta(inode).xattrs
@@ -74,7 +74,7 @@ class Xattrs:
             return self._inodes.key(inode).encode()
         if name == "user.s3.endpoint" and self._endpoint:
             return self._endpoint.encode()
-        # A file that the bucket lacks has no other property.
+        # A file that is not in the bucket yet has no other property.
         if info is None or not info.etag:
             raise OSError(errno.ENODATA, name)
         if name == "user.s3.etag":
@@ -88,7 +88,7 @@ class Xattrs:
         return _headed(info, name)
 
     async def _get_later(self, inode: Inode, name: str) -> bytes:
-        """Get a property by a HEAD, and store the answer; ESTALE if the object was replaced."""
+        """Get a property by a HEAD, and keep the answer; ESTALE if the object was replaced."""
         info = await self._store.head(inode.object.key)
         if info.version != inode.object.version:
             raise OSError(errno.ESTALE, "the object has been replaced")
@@ -99,13 +99,13 @@ class Xattrs:
 def changed(
     old: Pairs, name: str, value: bytes | None, flags: int = 0, *, is_repeated: bool = False
 ) -> Pairs:
-    """The attributes after one has been set or, with the value None, removed.
+    """Return the attributes `old` with one of them set or, if `value` is None, removed.
 
-    `is_repeated`: the change may have been made already, which is no error then.
+    With `is_repeated` it is no error if the change was made already.
 
     Raises:
-        OSError: EPERM, EOPNOTSUPP or EINVAL for a name that cannot be set;
-            EEXIST or ENODATA as `flags` say; ENODATA for a removal of a missing attribute.
+        OSError: EPERM, EOPNOTSUPP or EINVAL for a name that cannot be set; EEXIST or
+            ENODATA if `flags` require it; ENODATA for the removal of a missing attribute.
     """
     if name.startswith(OURS):
         raise OSError(errno.EPERM, "the bucket tells this attribute")
