@@ -1,4 +1,4 @@
-"""The state that the parts of one mount's file system share; it is built before them."""
+"""The state that the parts of one mount's file system share, and the base class of the parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MountState:
         return inode.attributes(self.owner, self.mounted_ns)
 
     def mark_stale(self, inode: Inode, info: ObjectInfo | None = None) -> None:
-        """Separate an inode from its name, whose object is now another one (`info` if known)."""
+        """Separate an inode from its name, which has another object now (`info`, if known)."""
         if inode.staged is not None:
             return
         if inode.parent is not None:

@@ -187,7 +187,7 @@ class Operations:
         return LookupResult(inode, max(0.0, expires - time.monotonic()), has_attributes)
 
     def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
-        """The inode whose attributes are to be shown, and for how many seconds they are valid."""
+        """Return the inode with the node's attributes, and the seconds for which they are valid."""
         inode = self.inodes.get(nodeid)
         is_doubted = self.head_cache.is_doubted(inode)
         if is_doubted or self.head_cache.needs_head(inode):
@@ -259,7 +259,7 @@ class Operations:
         return self._reader.read(fh, offset, size, in_file=in_file)
 
     async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
-        """Read the bytes of a READ that `read` has answered with an `InFile`, and counted."""
+        """Read the bytes of a READ that `read` has counted, and answered with an `InFile`."""
         return await waiting(self._reader.read_again(fh, offset, size))
 
     def release(self, fh: int, *, is_logged: bool = False) -> None:

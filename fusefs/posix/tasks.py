@@ -41,7 +41,7 @@ async def for_each(
 
 
 def judged(error: Exception) -> StoreError | OSError:
-    """Return the error to report for a failed change; log a fault of fusefs, return EIO."""
+    """Return the error to report for a failed change: EIO for a fault of fusefs, then logged."""
     if isinstance(error, StoreError | OSError):
         return error
     logger.error("a fault of fusefs", exc_info=error)
@@ -56,10 +56,10 @@ async def run_uncancelled(
 ) -> Result:
     """Run a change in `nursery`, so that it is finished even if its request is cancelled.
 
-    A request is cancelled when its process is killed; only the wait for the change ends then.
-    As the kernel gets no answer, it has to look names up again: once the change has ended,
-    `unseen` is called, and `unwanted` with its result. An OSError of the work is an answer;
-    any other exception is a fault.
+    A request is cancelled when its process is killed; only the wait for the change ends then. The
+    kernel gets no answer, and has to look names up again: once the change has ended, `unseen` is
+    called, and `unwanted` with the change's result. An error of the change is raised, or logged
+    after a cancel: an OSError is an answer, any other exception is a fault.
     """
     done = trio.Event()
     results: list[Result] = []

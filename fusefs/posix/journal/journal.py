@@ -193,11 +193,11 @@ class Journal:
         self._append(Kind.REMOVED, ID.pack(nodeid))
 
     def number(self, place: int, number: int) -> None:
-        """Log an inode number of a place (nodes/file_numbers.py); equal values drop the record."""
+        """Log a place's inode number (nodes/file_numbers.py); equal values drop its record."""
         self._append(Kind.NUMBER, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
-        """Log that a process got ESTALE for a node (`is_pending`), or has looked its name up."""
+        """Log that a process got ESTALE for a node (`is_pending`), or looked the name up since."""
         self._append(Kind.STALE, STALE.pack(nodeid, pid, is_pending))
 
     def opened(
@@ -221,7 +221,7 @@ class Journal:
         self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """Log that a request will make a change, which may exist if the request is a resent one."""
+        """Log that a request will make a change: if the kernel resends it, the change may exist."""
         self._append(Kind.BEGUN, ID.pack(unique))
 
     @property

@@ -1,4 +1,4 @@
-"""A log of the changes of keys that are still to be sent: lines appended to a file.
+"""A log of the changes of keys that are still to be sent to S3: lines appended to a file.
 
 Each line is JSON, and the last line of a key counts. A line is one write, so a process
 that is killed leaves whole lines; a line torn by a power cut is skipped. When no change
@@ -57,7 +57,7 @@ class LineLog:
         self._is_torn = last != b"\n"
 
     def done(self, keys: Iterable[str]) -> None:
-        """Log that some keys have nothing more to send; ignore an error: they are sent again."""
+        """Log that some keys have no change left to send; ignore errors: it is only sent again."""
         with contextlib.suppress(OSError):
             self.append(b"".join(line([key]) for key in keys))
 
@@ -98,12 +98,12 @@ class LineLog:
 
 
 def line(fields: list[Any]) -> bytes:
-    """A line of the log: a key and its fields; a key without fields has nothing more to send."""
+    """A line of the log: a key and its fields; a key without fields has no change left to send."""
     return json.dumps(fields).encode() + b"\n"
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """Read a log; return by key the fields in the key's last line, if it has any. Blocks."""
+    """Read a log; return by key the fields of its last line, unless it has none. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

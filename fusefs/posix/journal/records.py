@@ -31,7 +31,7 @@ LEAST_HASH = 1 << 62
 
 MAGIC = b"fusefs journal3\n"
 # Native byte order and size, so that one instruction stores a number: a kill does not tear it.
-SLOT = struct.Struct("@QI")  # how far the log is written, the CRC there
+SLOT = struct.Struct("@QI")  # end of the log (bytes), the CRC there
 SLOTS = (32, 48)  # offsets
 HEADER_SIZE = 64
 HEAD = struct.Struct("<HH")  # length of the payload, type
@@ -45,12 +45,12 @@ OPEN = struct.Struct("<QQQIii")  # unique, fh, node id, flags, mode, backing id
 WHOLE_OPEN, WHOLE_ID, WHOLE_COUNT = (
     struct.Struct(HEAD.format + part.format[1:]) for part in (OPEN, ID, COUNT)
 )
-TABLE = struct.Struct("<QQq")  # next node id, next fh, when mounted in ns since the epoch
+TABLE = struct.Struct("<QQq")  # next node id, next fh, time of the mount in ns since the epoch
 MARK = struct.Struct("<QI")  # node id of a directory, number of a position; 0 for no more marks
 NUMBER = struct.Struct("<QQ")  # a place, the number there (nodes/file_numbers.py)
 STALE = struct.Struct("<QII")  # node id, pid, 1 while a lookup is awaited, 0 after it
 
-_DIRECTORY = 0xFFFF  # stands for the length of the ETag of a directory
+_DIRECTORY = 0xFFFF  # in place of the ETag's length: the node is a directory
 
 
 class Kind:
@@ -74,7 +74,7 @@ class Kind:
 
 @dataclass(slots=True)
 class LoggedNode:
-    """A node as the log has it: the root has parent 0; `info` is None for a directory.
+    """A node's state in the log: the root has parent 0; `info` is None for a directory.
 
     `entries_changed_ns` is as in `Inode`.
     """
@@ -252,7 +252,7 @@ class KernelState:
 
 @dataclass(slots=True)
 class Replayed:
-    """A log that was read: its state, and where to continue it.
+    """A log that was read: its state, and the place to continue it.
 
     The last valid record is the `count`-th, ends at `stop` and has this `crc`;
     `current_bytes` estimates the size of a compacted log.

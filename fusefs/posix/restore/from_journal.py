@@ -60,7 +60,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
 def _taken_out(
     operations: Operations, state: KernelState, backing: Backing
 ) -> dict[int, CacheFile]:
-    """The cache files that are staged and that the kernel reads, by their backing ids."""
+    """The staged files that the kernel reads by itself, as cache files, by their backing ids."""
     taken: dict[int, CacheFile] = {}
     for logged in state.handles.values() if operations.writer is not None else ():
         inode = operations.inodes.find(logged.nodeid)
@@ -76,8 +76,8 @@ def _taken_out(
 def restore_table(inodes: InodeTable, state: KernelState) -> None:
     """Restore the nodes that the kernel knows from an earlier process.
 
-    A name of several nodes stands for the youngest one that the journal does not call replaced. No
-    node counts as valid yet: an open asks the bucket.
+    If several nodes have one name, the name stands for the youngest node that the journal does not
+    mark as replaced. No node counts as valid yet: an open asks the bucket.
     """
     inodes.next_id = state.next_id
     inodes.numbers.adopt(state.numbers)
@@ -128,8 +128,8 @@ async def _restore_handle(
         if known is None and whole.get(st_ino) is not file:
             await cache.assume_complete(file, st_ino)
         if known is not None or (st_ino and file.st_ino != st_ino):
-            # The cache file was dropped, as its bytes were wrong, and no other handle may read
-            # it; or it was taken out of the cache.
+            # The handle's cache file was dropped, as its bytes were wrong, and no other handle may
+            # read it; or the file was taken out of the cache.
             if inode.is_current and inode.staged is None:
                 operations.inodes.mark_replaced(inode)
             cache.unpin(file)

@@ -3,8 +3,8 @@
 A mount that ended before the bucket had all changes leaves its staging directory behind
 (posix/write/staging.py). A file that a program had closed, or was closing, is staged again under
 its name and uploaded; if another client has replaced the object meanwhile, the file is uploaded
-beside it. A file that no program had closed yet, for example because of a power cut, is left where
-it is, and the log says where.
+under a name beside it. A file that no program had closed yet, for example because of a power cut,
+stays in that directory, and the log says where.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) ->
 
 
 def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over the removals that an earlier process left. Returns True."""
+    """Take over the removals that an earlier process left; return True: none remains there."""
     for key, etag, removed_ns in removals.load(directory):
         writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
         writer.deferred.drop(key)
@@ -99,7 +99,7 @@ def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> b
 
 
 def _adopt_aborts(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over the uploads that an earlier process was to abort, or was making. Returns True."""
+    """Take over the uploads that an earlier process had to abort or had begun; return True."""
     for key, upload_id in aborts.load(directory):
         writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
     return True
@@ -159,7 +159,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
 
 
 def drop_unneeded(writer: Writer) -> None:
-    """Release unlinked files that are not open; treat abandoned and cache files as just closed."""
+    """Release unlinked files without handles; treat abandoned and former cache files as closed."""
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()
@@ -246,7 +246,10 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
 def _adopt_attributes_of(
     writer: Writer, path: Path, record: dict[str, Any], *, is_kept: bool
 ) -> bool:
-    """Take over the attributes in an open file's record; False if the record is still needed."""
+    """Take over the attributes in an open file's record; False if the record is still needed.
+
+    With `is_kept`, the record stays, without the attributes.
+    """
     if not record.get("attributes") or record["is_unlinked"] or record["is_closed"]:
         return True
     key = record["key"]
@@ -287,7 +290,7 @@ def _younger(writer: Writer, key: str) -> StagedFile | None:
 def _give_way(
     writer: Writer, path: Path, fd: int, record: Mapping[str, Any], younger: StagedFile
 ) -> None:
-    """Give up a file as its key has a newer one; rename its content, unless the bucket has it."""
+    """Give up a file whose key has a newer file; rename its content, unless the bucket has it."""
     status = os.fstat(fd)
     # A killed process may have staged this very file, or the bucket has the content already.
     is_there = os.path.samestat(status, os.fstat(younger.fd)) or is_uploaded(record, status)
