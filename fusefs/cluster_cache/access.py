@@ -19,7 +19,7 @@ _CREDENTIALS = "FUSEFS_CLUSTER_CACHE_CREDENTIALS_CONTENT"
 LEAST_KEY = 16
 _MOST_KEY = 4096
 _PROFILE = "default"
-# The names in a credentials file, and those in the environment.
+# The environment variables, by their names in a credentials file.
 _NAMES = {
     "aws_access_key_id": "AWS_ACCESS_KEY_ID",
     "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY",
@@ -34,7 +34,7 @@ class AccessError(ValueError):
 def read(settings: MountSettings) -> dict[str, str]:
     """Return the contents of the secret files for a daemon, by environment variable. Blocks.
 
-    In a daemon (it may start another keeper) these are the contents that the daemon was given.
+    A daemon, which may start another keeper, returns the contents that it was given itself.
 
     Raises:
         AccessError: a file is invalid or can't be read.

@@ -67,7 +67,7 @@ class Block:
     stop: int
 
     def stored_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the stored block's byte range of the frames with the object's [start, stop)."""
+        """Return the range, in the stored block, of the frames with the object's [start, stop)."""
         first, last = self._frame_at(start), self._frame_at(stop - 1)
         end = min(self.start + (last + 1) * FRAME, self.stop)
         return first * (FRAME + TAG), end - self.start + (last + 1) * TAG

@@ -37,7 +37,7 @@ SHARE = 0.03
 # and a thread to read.
 REST_S, SMALL_REST_S = 0.05, 0.2
 MOST_REST_S = 10.0
-# Between small files there are short moments without a download.
+# Downloads count as over after this time: between small files there are short gaps.
 IDLE_S = 0.2
 # Pause in seconds after a failure; it doubles with each further failure.
 PAUSE_S = 30.0
@@ -55,7 +55,7 @@ def rest_after(took_s: float, size: int, processors: int) -> float:
 
 
 class _Fill:
-    """A block to be stored, from a cache file that has all of it."""
+    """A block to be stored, from a cache file that has the whole block."""
 
     __slots__ = ("block", "done", "file", "outcome", "state")
 
@@ -131,7 +131,7 @@ class Filler:
             # Two downloads brought parts of the block, and the first to end found it whole.
             queued.state = max(queued.state, state)
             return
-        if queued is not None:  # its file has been evicted since
+        if queued is not None:  # the queued block's file has been evicted since
             self._drop(self._queue.pop(block))
         self._queue[block] = _Fill(file, block, state)
         self._has_work.set()
@@ -205,7 +205,7 @@ class Filler:
         return await fill.ended()
 
     async def _bring(self, fill: _Fill) -> bool:
-        """Store one block; return False if that failed."""
+        """Store one block; return True if the cluster cache has the block now."""
         block = fill.block
         if block in self._under_way:  # it was fetched again meanwhile
             self._drop(fill)
@@ -227,7 +227,7 @@ class Filler:
     async def _put(self, fill: _Fill) -> str:
         block, overwrites = self._domain.named(fill.block), fill.state is StoredState.CORRUPT
         if fill.state is StoredState.DOUBTFUL:
-            # A block that answers late is looked up again: sending all again would be too much.
+            # The block is looked up again: storing every block that came late would be too much.
             outcome = await self._tier.retry_lookup(block)
             if outcome is LookupOutcome.HIT:
                 return "present"

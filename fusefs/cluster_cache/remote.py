@@ -40,14 +40,14 @@ PUT_LIMIT_S = 20.0
 COLLIDED_S = 0.5
 # PUTs at a time, of the filler and of jobs.
 PUTS = 8
-# More than a frame with its tag: a range of up to so many bytes is received whole.
+# A range of at most this size, which is more than a frame with its tag, is received whole.
 SMALL = 257 << 10
 _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
 
 @contextmanager
 def _renewing(requester: Requester) -> Iterator[None]:
-    """Make the next request look for other credentials if the block's request is refused."""
+    """Have credentials looked up again if a request in the `with` body is refused for them."""
     try:
         yield
     except AttemptError as error:
@@ -146,7 +146,7 @@ class BlockBucket:
     ) -> None:
         """Pass the bytes [start, stop) of a stored block to `take`, a large range as it arrives.
 
-        `sent` is called once there is a connection for the request.
+        `sent` is called as soon as the request has a connection.
 
         Raises:
             AttemptError: there is no such block, or no answer, or the answer broke off.
@@ -194,7 +194,7 @@ class BlockBucket:
             raise failure
 
     async def put(self, name: str, body: bytes, *, overwrites: bool) -> bool:
-        """Store a block; return False if one exists, which only `overwrites` replaces.
+        """Store a block; without `overwrites`, return False if a block of this name exists.
 
         Raises:
             AttemptError: the block could not be stored, or not in time.

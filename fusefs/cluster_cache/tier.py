@@ -1,4 +1,4 @@
-"""Downloads through the cluster cache: it sends the blocks that it has, and S3 the rest.
+"""Downloads through the cluster cache, which sends the blocks that it has; S3 sends the rest.
 
 The order is local disk (cache/), cluster cache, S3. Failures of the cluster cache never fail a
 download. If its answer does not begin in time, S3 is requested as well. If its answer breaks off or
@@ -168,7 +168,7 @@ class _Lookup:
         self.is_sent = False
         # Set once the first bytes have arrived, or never will.
         self.begun = trio.Event()
-        self._is_on_its_way = trio.Event()  # set once it has a connection, or has ended
+        self._is_on_its_way = trio.Event()  # set once the GET has a connection, or has ended
         self._ended = trio.Event()
         self.outcome = LookupOutcome.CANCELLED
         self.why = ""
@@ -262,7 +262,7 @@ class _Lookup:
     def _check(
         self, chunk: memoryview
     ) -> tuple[list[tuple[int, memoryview]], BadBlockError | None]:
-        """Return the frames that `chunk` completes, and a bad frame's error or None; up to 1 ms."""
+        """Return the frames that `chunk` completes and a bad frame's error or None, within 1 ms."""
         found = []
         try:
             for frame in self._frames.feed(chunk):
@@ -374,7 +374,7 @@ class ClusterTier:
 
     @property
     def state(self) -> str:
-        """The state: `opening` before the first answer, then that of the breaker."""
+        """The state: `opening` until the bucket has been opened, then the breaker's state."""
         return self.breaker.state.value if self.is_open else "opening"
 
     def hurry(self) -> None:
@@ -445,7 +445,7 @@ class ClusterTier:
     ) -> None:
         """Look a block up, and if its answer is late, read from S3 as well.
 
-        If S3 wins, all requested bytes have been written at the end, also those behind the block.
+        If S3 wins, all bytes of the download are written at the end, also those after the block.
 
         Raises:
             StoreError: S3 failed before the cluster cache had any bytes.

@@ -1,7 +1,7 @@
 """The mounts of this machine that have a bucket's objects, from the kernel's table of mounts.
 
-The table has the source of each fusefs mount, also if only a part of it is mounted elsewhere (a
-volume in a container, its subPath). Only this user's own mounts and root's are trusted: any user
+The table has the source of each fusefs mount, also if only a part of the mount is mounted elsewhere
+(a volume in a container, its subPath). Only this user's own mounts and root's are trusted: any user
 can mount something that claims to be a bucket.
 """
 
@@ -20,7 +20,7 @@ _SCHEME = "s3://"
 
 
 class NotMountedError(OSError):
-    """No mount of this machine has the object. Not a `FileNotFoundError`: it may well exist."""
+    """No mount of this machine has the path; not a `FileNotFoundError`, as the object may exist."""
 
     def __init__(self, path: str) -> None:
         bucket = path.partition("/")[0]
@@ -60,7 +60,7 @@ class BucketMounts:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Forget all mounts. A forked child must, as a shared descriptor reports changes once."""
+        """Forget all mounts, as a forked child must: a shared descriptor reports a change once."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -82,7 +82,7 @@ class BucketMounts:
         With an S3 `endpoint`, only its mounts count: other stores' buckets may have the same name.
 
         Raises:
-            NotMountedError: no mount has it.
+            NotMountedError: no mount has the path.
             OSError: `for_writing` is set, and the mount is read-only.
         """
         found = [place for place in self.all() if place.has(path)]
