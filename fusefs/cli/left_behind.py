@@ -45,7 +45,7 @@ def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _pending_key(path: str) -> str | None:
-    """Return a staged file's key (its path without one) if the bucket lacks it; None if not."""
+    """Return a staged file's key, or its path if it has no key; None if no upload is due."""
     from fusefs.posix.write import staging_record  # slow, and rarely needed
 
     with suppress(OSError, ValueError, LookupError, TypeError):

@@ -74,7 +74,10 @@ class Manifest:
         self._has_nested = any(mount.path.startswith(below) for mount in self._mounts)
 
     def paths(self, lines: Iterable[bytes], refuse: Callable[[int, str], None]) -> Iterable[str]:
-        """Yield each line's path, "" without one; `refuse` gets a bad line's number and reason."""
+        """Yield each line's path, or "" for a line without a path.
+
+        `refuse` gets the number of each bad line, counted from 1, and the reason.
+        """
         for number, line in enumerate(lines, 1):
             text = line.strip(b" \t\r\n") if self._is_text else line
             if not text or (self._is_text and text.startswith(b"#")):

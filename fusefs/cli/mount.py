@@ -27,7 +27,7 @@ from fusefs.settings.mount import (
 )
 from fusefs.settings.sources import config_of, from_environment, mistyped
 
-# Long only for a busy machine: otherwise a keeper answers at once.
+# Long for busy machines; on other machines a keeper answers at once.
 SETTINGS_TIMEOUT_S = 15.0
 UPGRADE_TIMEOUT_S = 90.0
 
@@ -47,7 +47,7 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
 
 
 def upgrade(options: argparse.Namespace) -> None:
-    """Replace a mount's daemon by a daemon of this version, with the settings that are given."""
+    """Replace a mount's daemon by a daemon of this version; `options` may change its settings."""
     changes, place = flags(options), registry.resolve(options.mountpoint)
     for name, value in changes.items():
         if name in FIXED:
@@ -75,9 +75,9 @@ def upgrade(options: argparse.Namespace) -> None:
 
 
 def _files_of_mount(place: Path) -> dict[str, str]:
-    """Return the variables with the paths of AWS's files, from the mount's keeper.
+    """Return the variables with the paths of AWS's files in the keeper's environment.
 
-    This shell may lack them if /etc/fstab (`credentials=FILE`) or a service made the mount.
+    This command may lack them if /etc/fstab (`credentials=FILE`) or a service made the mount.
     """
     from fusefs.diagnosis.subject import environment_of  # `fusefs mount` does not need it
 

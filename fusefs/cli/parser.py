@@ -43,8 +43,8 @@ class _Command(NamedTuple):
 def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     """Make the parser for a command line.
 
-    The parser knows only the command that `arguments` begin with; all commands if that is no
-    command; all commands with their settings if `arguments` is None.
+    The parser knows only the command that `arguments` begin with. If they begin with no command, it
+    knows all commands; if `arguments` is None, it knows all commands with their settings.
     """
     parser = Parser(
         prog="fusefs", description="Mount an S3 bucket as a file system with a local cache."

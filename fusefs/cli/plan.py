@@ -1,4 +1,4 @@
-"""`fusefs plan` and `fusefs record`: send a mount the order of coming reads, and write it down."""
+"""`fusefs plan` and `fusefs record`: send a mount the order of coming reads; record opens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_BAD = 100
 BAD_NAMED = 10
 # Time between requests of `fusefs record` for the opened files.
 RECORD_EVERY_S = 0.2
-# Time limit for the look-up of the first entries, which is usually over by then.
+# Time limit for the look-up of the first entries; it usually takes less.
 FIRST_LOOK_S = 3.0
 FIRST_LOOK = 64
 
@@ -44,7 +44,7 @@ class Sender:
             self.flush()
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Send the entries added since the last request; the first replaces the reader's plan."""
+        """Send the entries added since the last request; the first request replaces the plan."""
         if not self._piece and not (is_last and self.count):
             return
         message = {
@@ -70,7 +70,7 @@ class Sender:
 def send(
     base: Path, file: str, reader: str, separator: bytes, complain: Callable[[str], None]
 ) -> bool:
-    """Send a plan; return False if some entries are bad, which `complain` is told."""
+    """Send a plan; return False, and tell `complain`, if entries are bad or their files missing."""
     mountpoint, below = sync.find(base)
     # A line of text may have a reader's name after a tab; NUL-separated entries are only paths.
     is_text = separator != b"\0"
@@ -149,7 +149,7 @@ def end(base: Path, reader: str) -> None:
 
 
 def record(base: Path, file: str, separator: str) -> None:
-    """Write the paths that programs open in a mount to a file, each with `separator` at its end.
+    """Write the paths that programs open in a mount to a file, `separator` after each path.
 
     The call ends only by an exception: at the end of the mount, or by Ctrl-C.
     """

@@ -207,7 +207,7 @@ def wait(ids: Ids) -> dict[WarmRequest, Job]:
                 raise CommandError(str(error)) from None
         if not all(map(has_ended, jobs.values())):
             shown_at = _show(together(list(jobs.values())), shown_at)
-        # The pause is a fiftieth of the time so far, the delay with which the end is noticed.
+        # A fiftieth of the time so far: the end of the jobs is noticed at most this much later.
         time.sleep(min(max(FIRST_PAUSE_S, (time.monotonic() - began) / 50), POLL_S))
 
 
@@ -253,7 +253,7 @@ def together(jobs: list[Job]) -> Job:
 
 
 def _show(job: Job, shown_at: float) -> float:
-    """Show progress, without a terminal every ten seconds; return the time of the last line."""
+    """Show progress, every ten seconds if stderr is no terminal; return the last line's time."""
     text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
     polling.show_line(text)
     if sys.stderr.isatty() or time.monotonic() - shown_at < LINE_EVERY_S:

@@ -97,7 +97,7 @@ def _mounts_at(mountpoint: Path | str) -> list[KernelMount]:
 
 
 def mount_above(path: Path) -> KernelMount | None:
-    """Return the mount that holds an absolute path without symbolic links, which need not exist."""
+    """Return the mount that holds `path` (absolute, no symbolic links); the path need not exist."""
     return reached(str(path), kernel_mounts())
 
 

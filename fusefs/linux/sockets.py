@@ -83,7 +83,7 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> int:
 
 
 def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[int], bool]:
-    """Receive data and non-inheritable descriptors; the flag is True if any were cut off.
+    """Receive data and non-inheritable descriptors, and a flag: True if some of these were cut off.
 
     On a closed connection, data and descriptors are empty. One descriptor more than `most_fds`
     may arrive, because the kernel pads the buffer; further ones are cut off.
