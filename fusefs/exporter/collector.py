@@ -185,5 +185,5 @@ def _with_volume(labels: Mapping[str, str], volume: str) -> dict[str, str]:
 
 
 def _text(value: str) -> str:
-    """Return a label's value with bytes escaped that are not UTF-8, as mountpoints may have."""
+    """Escape the bytes of a label's value that are not UTF-8; mountpoints may have such bytes."""
     return value.encode(errors="surrogateescape").decode(errors="backslashreplace")

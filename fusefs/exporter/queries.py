@@ -38,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class MountAnswer:
-    """The result of a request: the `metrics`, None without an answer; then `why` is the reason.
+    """The result of a request: the `metrics`, or None without an answer, with the reason `why`.
 
     If the daemon answered without metrics, they are empty and `why` is the reason.
     """

@@ -1,7 +1,7 @@
 """The activity of a mount: periodic tasks slow down while the mount is idle.
 
 Periodic checks (the catalog, the limits of the cache, the number of names) are needed after
-requests of programs, requests to S3 and commands, which are noted here. Without these, the checks
+requests of programs, requests to S3 and commands, which are noted here. In an idle mount the checks
 of all tasks run at the same instants, `IDLE_S` apart, and notice changes of the disk by other
 mounts and programs with this delay. The next request ends the pauses.
 """
@@ -13,8 +13,8 @@ import time
 
 import trio
 
-# Time without activity after which a mount is idle: longer than two pauses of any check, which
-# so notice the effects of the last request.
+# Time without activity after which a mount is idle: longer than two pauses of any check, so that
+# each check notices the effects of the last request.
 IDLE_AFTER_S = 6.0
 IDLE_S = 10.0
 

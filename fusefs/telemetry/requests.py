@@ -19,7 +19,7 @@ _ERRORS = frozenset((None, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONN
 
 
 # Of the requests that are answered at once, the first ALL_TIMED are all timed, then one in PERIOD.
-# It is a prime, because programs repeat the same few requests.
+# PERIOD is a prime, because programs repeat the same few requests.
 ALL_TIMED = 1000
 PERIOD = 17
 _MOST_OPCODES = 64

@@ -34,7 +34,7 @@ class S3Requests:
         self._times: dict[tuple[str, str], tuple[Histogram, Histogram]] = {}
 
     def observe(self, operation: str, code: str, first_byte_s: float, whole_s: float) -> None:
-        """Count a request that has ended; times are seconds since it was sent."""
+        """Count a request that has ended; both times are in seconds since the request was sent."""
         times = self._times.get((operation, code))
         if times is None:
             times = self._times[operation, code] = Histogram(S3_BOUNDS), Histogram(S3_BOUNDS)
@@ -73,7 +73,7 @@ class RequestClock:
     __slots__ = ("_began", "_cause", "_first_byte_s", "_operation", "_requests", "_work")
 
     def __init__(self, operation: str, requests: S3Requests) -> None:
-        """Start the clock; its time is a delay of the current task's work (see stalls.py)."""
+        """Start the clock; until `end`, the attempt delays the current task's work (stalls.py)."""
         self._operation = operation
         self._requests = requests
         self._work = current()
@@ -94,7 +94,7 @@ class RequestClock:
             self._work.move(WaitCause.S3_FIRST_BYTE, WaitCause.S3_TRANSFER, at)
 
     def end(self, code: str) -> None:
-        """Stop and count; `code`: a refusal's status, `200` (success), `none` or `cancelled`."""
+        """Count the attempt as ended; `code`: `200`, an error's status, `none` or `cancelled`."""
         now = time.monotonic()
         self._work.leave(self._cause, now)
         whole_s = now - self._began

@@ -64,7 +64,7 @@ class Pressure(NamedTuple):
 
 
 class _Counted:
-    """The times of one cause (see `Pressure`), and when its number of `waiters` `changed` last."""
+    """The times of one cause (see `Pressure`), and when the count `waiters` last `changed`."""
 
     __slots__ = ("changed", "stalled", "wait", "waiters")
 
@@ -202,7 +202,7 @@ class Work:
 
 
 class _Waiters:
-    """A context manager that counts requests as waiting; half as slow as a generator."""
+    """A context manager that counts requests as waiting; twice as fast as a generator."""
 
     __slots__ = ("_count", "_work")
 
