@@ -29,7 +29,7 @@ SHORTEST_PAUSE_S = 0.5
 
 
 class AccessGuard:
-    """Checks one mount's rights, unless `after_s` is inf; calls `shut` when `is_shut` changes."""
+    """Guard of one mount's rights, off if `after_s` is inf; calls `shut` when `is_shut` changes."""
 
     def __init__(
         self,

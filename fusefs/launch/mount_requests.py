@@ -53,7 +53,7 @@ def keeper_status(mountpoint: Path, timeout_s: float) -> Message:
 
 
 def keeper_pid(mountpoint: Path) -> int | None:
-    """Return the keeper's pid, even if it hangs; None if no process listens on its socket."""
+    """Return the pid of the listener on the keeper's socket, even if it hangs; None without one."""
     return control.peer(registry.keeper_socket(mountpoint))
 
 

@@ -180,7 +180,7 @@ def _clear_dead_mount(mountpoint: Path) -> None:
 
 
 def _is_dead(mountpoint: Path) -> bool:
-    """True if statvfs fails with ENOTCONN. It runs in a child, because it may block for ever."""
+    """True if statvfs fails with ENOTCONN. A child calls it, because it may block for ever."""
     child = os.fork()
     if not child:
         try:

@@ -21,7 +21,7 @@ class _Header(ctypes.Structure):
 
 
 class _Capabilities(ctypes.Structure):
-    """One struct __user_cap_data_struct, for 32 capabilities; an array of two has the low first."""
+    """One struct __user_cap_data_struct: capabilities 0 to 31, or as the second of two 32 to 63."""
 
     _fields_ = (
         ("effective", ctypes.c_uint32),

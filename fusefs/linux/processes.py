@@ -78,7 +78,10 @@ def spawn(
 
 
 def become(credentials: Credentials) -> None:
-    """Turn this process into a daemon's: in a new session, as this user, without capabilities."""
+    """Begin a session with default signals, as the user of `credentials`, without capabilities.
+
+    A process that runs as this user already keeps its capabilities.
+    """
     os.setsid()
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -108,7 +111,7 @@ def yield_memory() -> None:
 
 
 def _ends_with_group() -> bool:
-    """True if the OOM killer ends whole control groups here (memory.oom.group, as by kubelet)."""
+    """True if the OOM killer ends whole control groups here (memory.oom.group, set by kubelet)."""
     with contextlib.suppress(OSError):
         with open(CGROUP_FILE) as file:
             [path] = [line[3:].strip("\n/") for line in file if line.startswith("0::")] or [""]
