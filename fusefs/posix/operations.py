@@ -144,7 +144,7 @@ class Operations:
         is_known = has_attributes or self._is_leaving(parent, entry)
         if not is_known or not inode.is_current:
             return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
-        # An open that got ESTALE, upon which the kernel looks up, has just asked the bucket.
+        # An open that got ESTALE, after which the kernel looks the name up, has asked the bucket.
         was_asked = was_sent or expires > time.monotonic()
         return self._found(inode, expires, has_attributes, was_asked=was_asked)
 

@@ -145,7 +145,8 @@ class ReadCounters:
     served_opens: int = 0
     passthrough_opens: int = 0
     passthrough_bytes: int = 0  # total size of the files that were opened for passthrough
-    kernel_bytes: int = 0  # the part of it that was cached: an estimate of the kernel's reads
+    # The part of `passthrough_bytes` that was cached: an estimate of the kernel's reads.
+    kernel_bytes: int = 0
 
     def answered(self, size: int, fetched: int) -> None:
         """Count a READ that the daemon answered with `size` bytes, `fetched` of them from S3."""

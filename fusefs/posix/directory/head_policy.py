@@ -40,10 +40,10 @@ SAMPLE = 16
 EXPERIENCE = 128
 # The smallest object of a directory, and the youngest.
 READ_ONLY_SAMPLE = 2
-# How much younger an object may be than those without attributes, and how much older in a
-# sibling directory, in nanoseconds.
+# The time by which an object may be younger than those without attributes and, in a sibling
+# directory, also older; in nanoseconds.
 SAME_TIME_NS = 600 * 10**9
-# Directories that are remembered, at about 200 bytes for each.
+# The most directories that are remembered, at about 200 bytes for each.
 MOST_DIRECTORIES = 100_000
 # With more changed directories recorded, nothing is assumed.
 MOST_CHANGED = 20_000

@@ -245,7 +245,7 @@ class Directories:
             self.head_policy.changed(prefix)
         self.pending_changes.set(prefix, name, entry, lasting=lasting)
         segment = directory.holding(name)
-        is_new = isinstance(entry, ObjectInfo) and not entry.etag  # the bucket does not have it
+        is_new = isinstance(entry, ObjectInfo) and not entry.etag  # the bucket lacks the file
         self._creations.note(time.monotonic(), is_new=is_new)
         is_known = segment is not None and segment.has(name, entry)
         if not is_new and not is_known and not isinstance(entry, Absent):

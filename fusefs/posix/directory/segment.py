@@ -185,7 +185,7 @@ def segment_from(
     stop = page.last[cut:] if page.next_token is not None else None
     if carried is None:
         # The page lacks these names, whose keys sort before its start, though their positions
-        # lie behind it; also the file whose key is the start, unless `just_before` made that up.
+        # lie behind it; also the file whose key is the start, unless `just_before` made that key.
         is_key = bool(start) and not start.endswith(("/", LAST_CHARACTER))
         unlisted = _sorting_before(start) | ({start} if is_key else set())
         carried = dict.fromkeys(name for name in unlisted if not _why_hidden(prefix, name))

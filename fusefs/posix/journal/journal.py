@@ -100,7 +100,7 @@ class _Log:
 
     def append(self, body: bytes) -> None:
         """Append a record; `body` has everything but the CRC."""
-        # Inlined: each function call would add a tenth to its time.
+        # Inlined: each function call would add a tenth to the time of an append.
         self.crc = crc = crc32(body, self.crc)
         stop = self.size + len(body) + CRC.size
         if stop > self.limit:
@@ -155,7 +155,7 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path) -> tuple[Journal, KernelState]:
-        """Read the log of a daemon that is gone, and continue it. Blocks; raises as `replay`."""
+        """Read the log of a daemon that is gone, and continue it. Blocks; errors as of `replay`."""
         _next_of(path).unlink(missing_ok=True)
         read = replay(path)
         journal = cls(None)
@@ -243,7 +243,7 @@ class Journal:
         return self._next is not None
 
     def begin_compaction(self) -> bool:
-        """Begin a new log, to which records are written as well until `finish_compaction`.
+        """Begin a new log, which gets all new records as well until `finish_compaction`.
 
         The caller writes each open handle and each inode once, in any order
         and with pauses, by `opened` and `node`, as long as `is_compacting`. Returns False if the

@@ -57,7 +57,7 @@ class LineLog:
         self._is_torn = last != b"\n"
 
     def done(self, keys: Iterable[str]) -> None:
-        """Log that some keys have no change left to send; ignore errors: it is only sent again."""
+        """Log that some keys have no change left to send; ignore errors, as resending is safe."""
         with contextlib.suppress(OSError):
             self.append(b"".join(line([key]) for key in keys))
 
@@ -103,7 +103,7 @@ def line(fields: list[Any]) -> bytes:
 
 
 def load_lines(path: Path) -> dict[str, list[Any]]:
-    """Read a log; return by key the fields of its last line, unless it has none. Blocks."""
+    """Read a log; return by key the fields of the key's last line, if it has fields. Blocks."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:

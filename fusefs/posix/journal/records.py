@@ -178,7 +178,7 @@ class KernelState:
     """The nodes and handles of the kernel when the last record was written.
 
     `next_id` and `next_fh` have never been used; `mounted_ns` is 0 if unknown. `replaced` are the
-    ids of nodes that have lost their names, and `removed` those of them whose file has no name;
+    ids of nodes that have lost their names, `removed` the ids of those whose file has no name left;
     `numbers` are the records of nodes/file_numbers.py; `stale` are (node id, pid) of openers that
     got ESTALE and have not looked the name up since; `begun` are the ids of requests whose changes
     may have been made; `marks` are the directories' marks by node id (nodes/offsets.py).

@@ -478,7 +478,7 @@ class CreateRemove(MountPart):
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
     async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """Lock a node's staged file against writes and uploads, and return it; None without one."""
+        """Lock a node's staged file, in `stack`, against writes and uploads; return it, or None."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
             held = self._writer.uploads.held(staged)
@@ -504,7 +504,7 @@ def _said(inode: Inode) -> Meta | None:
     meta = inode.meta
     if meta is None or inode.info is None or meta.mtime_ns is not None:
         return meta
-    return meta.changed(mtime_ns=inode.info.mtime_ns)  # a copy has a time of its own
+    return meta.changed(mtime_ns=inode.info.mtime_ns)  # a copy has another Last-Modified
 
 
 def _undone(key: str) -> StoreError:

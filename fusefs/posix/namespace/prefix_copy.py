@@ -26,9 +26,10 @@ logger = logging.getLogger("fusefs.renaming")
 
 IsDated = Callable[[ObjectInfo], bool]
 
-# Each copy is a request or two; the store may have fewer connections than this.
+# The most copies, or delete requests, at a time. A copy is a request or two; the store may have
+# fewer connections than this.
 AT_ONCE = 64
-# S3 takes a thousand keys with a request, but several smaller requests run at the same time.
+# Keys in a delete request. S3 takes a thousand, but several smaller requests run at the same time.
 DELETES_AT_ONCE = 250
 # Attempts at copying an object that other clients keep replacing; the last version counts.
 TRIES = 3

@@ -85,7 +85,7 @@ class Relocator(MountPart):
             if entry is None or is_staged:
                 entry = inode.info
             elif inode.info != entry and inode.is_open:
-                self._inodes.mark_replaced(inode)  # the copy is of another version than is open
+                self._inodes.mark_replaced(inode)  # the copied version is not the open one
             elif inode.info != entry:
                 self._inodes.replace_version(inode, entry)
             if moved:

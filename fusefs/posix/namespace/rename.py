@@ -303,7 +303,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Update a renamed staged file: the ETag that its upload replaces, or the upload's end."""
+        """Set the ETag that a renamed file's upload is to replace, or note that it is uploaded."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
@@ -342,7 +342,7 @@ class NameChanges(CreateRemove):
         return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
-        """Record that `staged` has the name of `rival`; at every moment one of the two has it."""
+        """Record that `staged` has the name of `rival`; on record, one of the two always has it."""
         if staged is not None:
             self._writer.staging.try_record(staged)
         if rival is not None:

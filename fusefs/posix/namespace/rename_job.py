@@ -340,7 +340,7 @@ class RenameJobs:
                     await self.finish(job)
                 except (StoreError, OSError) as error:
                     logger.warning("the rename of %s to %s is undone: %s", *names, error)
-                except Exception as error:  # a fault must not end this task: it would come again
+                except Exception as error:  # a fault must not end this task: it would recur
                     self._prefix_lock.fail(job.closure, judged(error))
             with trio.move_on_after(RETRY_S if self._unfinished else IDLE_S):
                 await self._prefix_lock.wanted.wait()
