@@ -77,7 +77,7 @@ def open_cache(
 
 
 def s3_settings(settings: MountSettings) -> S3Settings:
-    """Return the store's settings, within the memory limit; may raise CustomerKeyError."""
+    """Return the store's settings; the memory limit bounds requests. May raise CustomerKeyError."""
     fitting = MemoryBudget.of(settings.memory_limit)
     return S3Settings(
         bucket=settings.source.bucket,

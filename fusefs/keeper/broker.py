@@ -71,7 +71,7 @@ ATTACHED = _ALWAYS | {
 
 
 class Broker:
-    """A broker's session with one daemon over the socket `daemon`; `task` is the daemon's task."""
+    """A broker's session with one daemon over the socket `daemon`; `task` as in its WELCOME."""
 
     def __init__(
         self,

@@ -142,7 +142,7 @@ def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, error: in
 
 
 def with_pairs(message: bytes, pairs: Iterable[tuple[int, int]]) -> bytes:
-    """Append pairs to a packed message, whose b must be their number."""
+    """Append pairs to a packed message, whose field b must be the number of pairs."""
     return message + b"".join(PAIR.pack(*pair) for pair in pairs)
 
 

@@ -274,7 +274,7 @@ def staging_of(mountpoint: Path) -> Path | None:
 
 
 def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
-    """Remove a mount's record; with `pid` only that daemon's, as the next mount may have begun."""
+    """Remove a mount's record; with `pid` only that daemon's, not the next mount's."""
     if pid is not None:
         registration = _read(directory_of(mountpoint))
         if registration is None or registration.pid != pid:
