@@ -1,4 +1,4 @@
-"""The installed program `fusefs`; its commands are in cli/main.py."""
+"""The entry point of the program `fusefs`; its commands are in cli/main.py."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
     s3://bucket/prefix /data fusefs _netdev,allow_other,cache_size=100GiB 0 0
 
-Options are the settings of `fusefs mount` under their names, with `_` or `-`. Options that mount(8)
-and systemd handle themselves are accepted and ignored; unknown options are refused.
+The options are the settings of `fusefs mount`, with the same names, with `_` or `-`. Options that
+mount(8) and systemd handle themselves are accepted and ignored; unknown options are refused.
 `credentials=FILE` names a file of AWS credentials and `home=DIR` a home directory, because systemd
 mounts without an environment.
 
-Exit status as mount(8) documents: 0 success, 1 a wrong command line, 32 the mount failed.
+The exit status follows mount(8): 0 for success, 1 for a wrong command line, 32 for a failed mount.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusefs.settings.sources import split_options
 SUCCESS = 0
 USAGE = 1
 FAILED = 32
-# The helpers' exit statuses by the exit statuses of `fusefs`; FAILED for all others.
+# The helpers' exit status for an exit status of `fusefs`; FAILED for any other.
 _STATUSES = {0: SUCCESS, 2: USAGE}
 
 # Options that mount(8), fstab(5) or systemd.mount(5) handle, or that every fusefs mount has.
@@ -65,7 +65,7 @@ _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
 
 class OptionError(ValueError):
-    """An option cannot be accepted; the message is one line."""
+    """Raised for an option that cannot be accepted; the message is one line."""
 
 
 def mount() -> int:
@@ -89,7 +89,8 @@ def _reporting(name: str, work: Callable[[Sequence[str]], int], arguments: Seque
 def _mount(arguments: Sequence[str]) -> int:
     paths, letters, options = _parse(arguments)
     if os.geteuid() != 0:
-        # mount(8) adds user=NAME for a caller who is not root, as whom the daemon runs anyway.
+        # mount(8) adds user=NAME if a user other than root calls it; the daemon runs as this user
+        # in any case.
         options = [option for option in options if not option.startswith("user=")]
     if len(paths) != 2:
         raise OptionError("usage: mount.fusefs s3://BUCKET[/PREFIX] MOUNTPOINT [-o OPTIONS]")

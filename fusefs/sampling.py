@@ -1,8 +1,8 @@
 """Plans of coming reads from Python: `fusefs.plan` and `PlannedSampler` (docs/guides/plan.md).
 
-Both tell a mount the order in which its files will be read: as `fusefs plan` does, or, if the mount
-is not registered, as in a pod, through its control file (fuse/control_files.py). The module does
-not need torch: a sampler is any iterable of indices, or of batches of indices.
+Both tell a mount the order in which its files will be read. They do so like `fusefs plan`, or, if
+the mount is not registered, as in a pod, through its control file (fuse/control_files.py). The
+module does not need torch: a sampler is any iterable of indices, or of batches of indices.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _FAILURES = (CommandError, ControlError, MountsError, OSError, ValueError)
 
 
 def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
-    """Tell the mount of `paths` that a program will read them in this order.
+    """Tell the mount of `paths` that a program will read these files in this order.
 
-    The new plan replaces the last plan of the same `reader`, a name that distinguishes readers
+    The new plan replaces the last plan of the same `reader`. This name distinguishes readers
     with different orders, such as ranks.
 
     Raises:
@@ -46,8 +46,8 @@ class PlannedSampler:
 
     `paths[index]` is the file of an index. The order of an epoch is sent to the mount when the
     epoch begins. If the sampler has `set_epoch`, like DistributedSampler, the order of the next
-    epoch is known from the seed, and sent as well. Other attributes are the sampler's. The
-    sampler's `rank` names the reader. Errors of planning are only logged.
+    epoch is known from the seed, and sent as well. All other attributes are those of the sampler,
+    whose `rank` names the reader. Errors of planning are only logged.
     """
 
     def __init__(self, sampler: Any, paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -71,7 +71,7 @@ class PlannedSampler:
         except _FAILURES as error:
             self._told = None
             logger.warning("the mount does not know the order of this epoch: %s", error)
-        # A generator, which begins at the first index, as DataLoader makes two iterators an epoch.
+        # DataLoader creates two iterators per epoch. A generator begins only at the first index.
         yield from order
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class PlannedSampler:
         return [self._paths[index] for batch in batches for index in batch]
 
     def _next_order(self) -> list[Any] | None:
-        """Return the order of the next epoch; None for a sampler without epochs."""
+        """Return the order of the next epoch; None if the sampler has no epochs."""
         inner, epoch = copy.copy(self._inner), getattr(self._inner, "epoch", None)
         if epoch is None or not hasattr(inner, "set_epoch"):
             return None

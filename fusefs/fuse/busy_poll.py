@@ -1,11 +1,11 @@
 """The decision whether to poll for the next request instead of sleeping.
 
-Sleeping and waking up costs the event loop some 15 microseconds, and the program that waits for its
-answer as much or more; a program that opens small files, or walks a tree, makes its next request
-sooner. So compiled code (fast_path.c) polls for a request, up to 50 microseconds: `opens1` of the
-bench is 26,500 opens/s with polling, and 15,600 without.
+To sleep and wake up takes the event loop some 15 microseconds, and delays the program that waits
+for its answer by as much or more. A program that opens small files, or walks a tree, makes its next
+request sooner than that. So compiled code (fast_path.c) polls for a request, up to 50 microseconds:
+the benchmark `opens1` has 26,500 opens/s with polling, and 15,600 without.
 
-An account shows if polling pays. A poll earns 50 microseconds if a request comes, and costs the
+An account shows if polling pays. A poll gains 50 microseconds if a request comes, and costs the
 time that it took. Each preemption of the thread by the scheduler costs as well, because polling
 then delays the very program whose request it waits for. When the account shows a loss, the next 16
 waits are not polled, then 32, up to 4,096, with a new trial after each pause.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import resource
 
-# The longest time to poll, and the gain if a request comes.
+# The longest time of a poll, and the gain if a request comes.
 LONGEST_NS = 50_000
 # The account's bounds: 2 ms, the longest loss before polling stops.
 MOST_NS = 2_000_000
@@ -29,7 +29,7 @@ PREEMPTION_NS = 200_000
 
 
 class BusyPoll:
-    """The account of polled waits; never polls on one processor. Belongs to the event loop."""
+    """The account of polled waits; allows none on one processor. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._has_processors = len(os.sched_getaffinity(0)) > 1
@@ -49,7 +49,7 @@ class BusyPoll:
         return False
 
     def account(self, polled: int, hits: int, spent_ns: int) -> None:
-        """Add `polled` waits of `spent_ns` in all to the account; `hits` of them got a request."""
+        """Add `polled` waits to the account, of `spent_ns` in all; `hits` of them got a request."""
         self._polled += polled
         gain = hits * LONGEST_NS - spent_ns
         if self._polled >= self._look_at:

@@ -1,19 +1,20 @@
-"""The control files: programs in a mount write plans and paths to warm, and read the status.
+"""The control files: programs that use a mount write plans and paths to warm, and read the status.
 
-They are in `.fusefs` in the mount's root; no listing shows it, and it is never a key of the bucket.
-With them a pod needs neither the command nor the daemon's socket:
+The files are in the directory `.fusefs` of the mount's root. No listing shows this directory, and
+it is never a key of the bucket. With the files a pod needs neither the command `fusefs` nor the
+daemon's socket:
 
 - `plan`: takes the order in which a reader will read, in the format of `fusefs plan`;
 - `warm`: takes paths to fetch into the cache, like `fusefs warm`;
-- `status`: has the mount's status as JSON, made anew for each read at offset 0.
+- `status`: has the mount's status as JSON, renewed for each read at offset 0.
 
 Paths are relative to the mount. The files have the owner and the write or read permissions of the
 mount's root; the kernel checks them (`default_permissions`). Writes form a stream: offsets are
 ignored, and complete lines take effect at once. A refused line fails its `write`, and all later
 writes to the same open file, with EINVAL; `status` and the log have the reason.
 
-Their node ids are never used by the inode table (posix/nodes/inode_table.py). No state is saved: a
-new daemon continues to serve them, except files that are being written (EIO).
+The inode table (posix/nodes/inode_table.py) never uses the files' node ids. No state is saved: a
+new daemon continues to serve the files, except those that were being written (EIO).
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from fusefs.posix.types import Caller, NameKind
 
 logger = logging.getLogger("fusefs.session")
 
-# Below FIRST_ID (posix/nodes/inode.py), and different from a directory's ids for "." and "..".
+# Below FIRST_ID (posix/journal/records.py), and different from the offsets of "." and "..".
 NODES = DIRECTORY, PLAN, WARM, STATUS = range(8, 12)
 _NAMES = {b"plan": PLAN, b"warm": WARM, b"status": STATUS}
 # The sections of the status that are shown to all who may read.
 _SHOWN = ("version", "source", "read_only", "cache", "plans", "warming", "stalls")
-# Lines that are processed before other tasks get their turn.
+# The number of lines that are processed before other tasks get their turn.
 _TURN = 500
 _LONGEST_LINE = 8192
 _MOST_BYTES = 2 << 30
 
-# Sends a command to the daemon as its socket does (daemon/status.py); raises OSError if refused.
+# Gives the daemon a command, like its socket (daemon/status.py); OSError if it refuses.
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -60,7 +61,7 @@ class ControlFiles:
     def __init__(self, ask: Ask, root: Callable[[], Attributes]) -> None:
         self._ask = ask
         self._root = root
-        # File handles, different from those of earlier daemons of the mount.
+        # Numbers of file handles, which differ from those of the mount's earlier daemons.
         self._handles = count(time.time_ns())
         self._texts: dict[int, _Text] = {}
         self._statuses: dict[int, bytes] = {}
@@ -69,7 +70,10 @@ class ControlFiles:
     def tables(
         self, handlers: ReadHandlers, others: dict[int, Handler]
     ) -> tuple[dict[int, Handler], dict[int, Handler]]:
-        """Return two tables of handlers by opcode: for all other nodes, and for control files."""
+        """Return two tables of handlers by opcode: one for ordinary nodes, one for control files.
+
+        `others` is the table of ordinary nodes without control files.
+        """
         look_up, name = others[Opcode.LOOKUP], f"{PRIVATE}\0".encode()
 
         def look_up_root(nodeid: int, body: memoryview, caller: Caller) -> Result:
@@ -170,7 +174,7 @@ class ControlFiles:
     async def _accept(
         self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
     ) -> None:
-        """Call `work` for a text; if it raises OSError, raise it for all later data as well."""
+        """Call `work` for a text. After its first OSError, raise EINVAL for all later data."""
         async with text.lock:
             if text.why:
                 raise OSError(errno.EINVAL, text.why)
@@ -185,7 +189,7 @@ class ControlFiles:
 
 
 class _Text:
-    """A plan or list being written; `why` is the reason if it is refused, `lock` orders writes."""
+    """A plan or list being written; `why` is the reason of a refusal, `lock` orders writes."""
 
     def __init__(self, ask: Ask, nodeid: int) -> None:
         self.nodeid = nodeid
@@ -194,11 +198,11 @@ class _Text:
         self._ask = ask
         self._separator = self._rest = b""
         self._lines = 0
-        self._sent: dict[str, int] = {}  # bytes, by reader
+        self._sent: dict[str, int] = {}  # bytes that were sent, by reader
         self._list_name = secrets.token_hex(16)
 
     async def add(self, data: bytes) -> None:
-        """Add written data, and process the lines that are complete.
+        """Add data that a program wrote, and process the complete lines.
 
         Raises:
             OSError: EINVAL, with the number of the line and the reason.
@@ -212,7 +216,7 @@ class _Text:
             raise OSError(errno.EINVAL, f"line {self._lines + 1}: it is too long for a path")
 
     async def end(self) -> None:
-        """Process the last line, then end the plan or start the warming."""
+        """Process the last line, then end the plan or start to warm the list's paths."""
         if self._rest:
             await self._send([self._rest])
         if self.nodeid == PLAN:
@@ -236,7 +240,7 @@ class _Text:
             await self._give(reader, paths)
 
     def _parse(self, line: bytes) -> tuple[str, str]:
-        """Parse a line into (path, reader); path "" for a comment. Raises ValueError."""
+        """Parse a line into (path, reader); the path is "" for a comment. Raises ValueError."""
         reader = ""
         if b"\0" in line or len(line) > _LONGEST_LINE:
             raise ValueError("it is no path")

@@ -1,4 +1,4 @@
-"""The caller of the compiled code (fast_path.c) that answers requests about warm (cached) files.
+"""Calls the compiled code (fast_path.c) that answers requests about files in the cache ("warm").
 
 While the journal is off or is being rewritten, Python answers these requests, by the same rules.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fusefs.session")
 
 
-# Requests that compiled code answers before other tasks get their turn (2 ms).
+# The number of requests that compiled code answers before other tasks get their turn (2 ms).
 MOST_AT_ONCE = 512
 
 
 class _Updates(trio.abc.Instrument):
-    """Calls `update` before each step of any task other than the receiving task."""
+    """Calls `FastPathReader.update` before each step of any task except the receiving task."""
 
     def __init__(self, warm: FastPathReader, receiver: trio.lowlevel.Task) -> None:
         self._warm = warm
@@ -55,7 +55,7 @@ class FastPathReader:
 
     `receive` leaves a request for Python in the request buffer. After `receive`, `update` must be
     called before other code runs: it adds the opens and closes that compiled code has answered to
-    Python's tables. In the block of `updated_first`, `update` runs before steps of other tasks.
+    Python's tables. In a block of `updated_first`, trio calls it before steps of other tasks.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FastPathReader:
 
     @contextmanager
     def updated_first(self) -> Iterator[None]:
-        """Let this task receive in the block; call `update` before each step of other tasks."""
+        """Call `update` before each step of other tasks while this task receives in the block."""
         instrument = _Updates(self, trio.lowlevel.current_task())
         trio.lowlevel.add_instrument(instrument)
         try:
@@ -100,9 +100,9 @@ class FastPathReader:
             self.update()
 
     def begin(self) -> bool:
-        """Allow compiled code to answer `MOST_AT_ONCE` requests again, as other tasks have run.
+        """Allow compiled code another `MOST_AT_ONCE` requests, after other tasks have run.
 
-        Returns False if Python must answer all requests, as there is no plain journal now.
+        Returns False if Python must answer all requests, because there is no plain journal now.
         """
         self.update()
         self._left = MOST_AT_ONCE
@@ -121,7 +121,8 @@ class FastPathReader:
     def receive(self, *, may_poll: bool) -> int | None:
         """Read requests until one is for Python; return its size, 0 if other tasks must run first.
 
-        Returns None if no request came, also in a poll (if `may_poll`). Raises `read`'s OSError.
+        Returns None if no request is there, nor comes during a poll (if `may_poll`). Raises the
+        OSError of read(2).
         """
         compiled = self._compiled
         poll_ns = LONGEST_NS if may_poll and self._busy_poll.is_worth_it() else 0
@@ -139,7 +140,7 @@ class FastPathReader:
         return outcome
 
     def update(self) -> None:
-        """Update Python's tables with the requests that compiled code has answered meanwhile."""
+        """Enter the requests that compiled code has answered meanwhile in Python's tables."""
         taken = self._compiled.take()
         if taken is None:
             return

@@ -2,13 +2,13 @@
 
 Any signal interrupts a request, even a profiler's timer. But calls on a local disk never fail with
 EINTR, and programs do not expect it. So a request is ended, with EINTR, only if its process is
-being killed. The kernel sends only one INTERRUPT per request, so the process of an interrupted
-request that continues is looked at again and again.
+being killed. The kernel sends only one INTERRUPT per request, so if an interrupted request
+continues, its process is inspected again and again.
 
-If the process cannot be seen (it has no number in the mount's PID namespace, or the daemon is in
-another namespace and the keeper cannot tell either), the request is ended `GRACE_S` after its
-interruption. A close or an fsync gets `SAVING_GRACE_S`, so that programs rarely get an error for
-data that is being saved.
+If the process cannot be inspected (it has no pid in the mount's PID namespace, or the daemon is
+in another namespace and the keeper cannot inspect it either), the request is ended `GRACE_S` after
+its interruption; a close or an fsync `SAVING_GRACE_S` after it, so that programs rarely get an
+error for data that is being saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPERATIONS = {int(opcode): opcode.name.lower() for opcode in Opcode}
 
 GRACE_S = 1.0
 SAVING_GRACE_S = 30.0
-# The interval of looks at a process whose request was interrupted.
+# The interval between inspections of a process whose request was interrupted.
 LOOK_S = 0.25
 
 _SAVING = (Opcode.FLUSH, Opcode.FSYNC)
@@ -58,14 +58,14 @@ class ProcessInspector(Protocol):
 
     @property
     def namespace(self) -> int:
-        """The PID namespace of the keeper and of requests' pids; 0 if it can't look."""
+        """The PID namespace of the keeper and of requests' pids; 0 if it can't inspect them."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
         """Return `callers.fate(pid)`, or with an inode number `callers.holding(pid, ino)`."""
 
 
 class Callers:
-    """Looks at the processes that make requests, in this namespace or through the keeper."""
+    """Inspects the processes that make requests, in this namespace or through the keeper."""
 
     def __init__(self, keeper: ProcessInspector | None = None) -> None:
         self._namespace = callers.namespace()
@@ -73,17 +73,17 @@ class Callers:
 
     @property
     def _sees(self) -> bool:
-        """True if this process can look up requests' pids, which are of its PID namespace."""
+        """True if the requests' pids are of this process's PID namespace, so that it knows them."""
         keeper = self.keeper
         is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
         return bool(self._namespace) and not is_elsewhere
 
     def fate(self, pid: int) -> int:
-        """Return a process's fate (linux/callers.py); UNKNOWN if this process can't see it."""
+        """Return a process's fate (linux/callers.py), UNKNOWN if the daemon can't inspect it."""
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
-        """Return a process's fate; ask the keeper if this process can't see or explain it."""
+        """Return a process's fate; ask the keeper if the daemon can't see it, or its reason."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
@@ -108,7 +108,7 @@ class Interrupts:
 
     def __init__(self, seen_by: Callers) -> None:
         self._callers = seen_by
-        # Requests and the times of their interruption (trio's clock), by unique number.
+        # Interrupted requests and the times of the interrupts (trio's clock), by unique number.
         self._interrupted: dict[int, tuple[WaitingRequest, float]] = {}
         self._has_some = trio.Event()
 
@@ -128,7 +128,7 @@ class Interrupts:
         """Watch interrupted requests and end those of killed processes, until cancelled."""
         while True:
             await self._has_some.wait()
-            # In parallel, as each look takes seconds if the keeper is stuck.
+            # In parallel, because each inspection takes seconds if the keeper is stuck.
             async with trio.open_nursery() as nursery:
                 for unique, (request, since) in self._interrupted.items():
                     nursery.start_soon(self._look, unique, request, since)

@@ -1,4 +1,4 @@
-"""The file system's notifications to the kernel over /dev/fuse, and its looks at processes.
+"""Notifications to the kernel over /dev/fuse, and inspections of processes.
 
 Only three notifications are used, whose `write` returns at once. The `write` of other
 notifications can wait in the kernel for an answer of this very process.
@@ -20,7 +20,7 @@ logger = logging.getLogger("fusefs.session")
 
 
 def note_lost_reply(error: OSError) -> None:
-    """Log that the kernel has refused a reply or a notification, unless that is normal."""
+    """Log that the kernel refused a reply or a notification, unless the error is a normal one."""
     # ENOENT: the request was aborted. ENODEV: unmounted, which the next read reports.
     if error.errno not in (errno.ENOENT, errno.ENODEV):
         logger.warning("the kernel refused a reply: %s", error.strerror)
@@ -34,18 +34,18 @@ class DeviceNotifier(KernelNotifier):
         self._callers = callers
 
     async def was_killed(self, pid: int) -> bool:
-        """True if thread `pid` closes its files because its process is being killed."""
+        """True if the thread `pid` closes its files because its process is being killed."""
         return await self._callers.was_killed(pid)
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if the process of thread `pid` still has `ino` open for writing; None if unknown."""
+        """True if thread `pid`'s process still has `ino` open for writing; None if unknown."""
         return await self._callers.will_close(pid, ino)
 
     def invalidate_attributes(self, nodeid: int) -> None:
         """Make the kernel drop a node's cached attributes; returns at once."""
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_INVAL_INODE.size
         header = protocol.OUT_HEADER.pack(size, protocol.NOTIFY_INVAL_INODE_CODE, 0)
-        # A negative offset leaves the cached pages alone; dropping pages could wait.
+        # With a negative offset the cached pages stay; to drop pages, the kernel might wait.
         body = protocol.NOTIFY_INVAL_INODE.pack(nodeid, -1, 0)
         try:
             os.writev(self._fd, (header, body))
@@ -68,7 +68,7 @@ class DeviceNotifier(KernelNotifier):
         """Make the kernel drop the given nodes, except those in use; returns at once.
 
         The kernel takes no lock that a request could hold (fuse_notify_prune in fs/fuse/dev.c), and
-        then sends FORGET. Returns False if the kernel can't do this (before Linux 6.18).
+        sends FORGET for dropped nodes. Returns False if the kernel is older than Linux 6.18.
         """
         ids = struct.pack(f"={len(nodeids)}Q", *nodeids)
         size = protocol.OUT_HEADER.size + protocol.NOTIFY_PRUNE.size + len(ids)

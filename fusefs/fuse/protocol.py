@@ -3,7 +3,7 @@
 Source: the kernel's include/uapi/linux/fuse.h, interface 7.45; the tests
 compare every size and offset below with a list generated from that header.
 All integers are in the machine's byte order, and all struct fields are aligned
-without implicit padding, so `=` formats describe them.
+without implicit padding, so `=` formats of Python's `struct` describe them.
 
 A request is `IN_HEADER`, then the struct of its opcode, then names or data. A
 reply is `OUT_HEADER`, then the struct of its opcode. An error reply is only
@@ -56,7 +56,7 @@ ATTR = Layout(
     "ino:Q size:Q blocks:Q atime:q mtime:q ctime:q atimensec:I mtimensec:I ctimensec:I mode:I "
     "nlink:I uid:I gid:I rdev:I blksize:I flags:I",
 )
-# fuse_entry_out and fuse_attr_out without the fuse_attr that ends them.
+# fuse_entry_out and fuse_attr_out without the fuse_attr at their end.
 ENTRY_OUT_HEAD = Layout(
     "fuse_entry_out",
     "nodeid:Q generation:Q entry_valid:Q attr_valid:Q entry_valid_nsec:I attr_valid_nsec:I",
@@ -91,7 +91,7 @@ STATFS = Layout(
     "fuse_kstatfs",
     "blocks:Q bfree:Q bavail:Q files:Q ffree:Q bsize:I namelen:I frsize:I padding:I spare:24s",
 )
-# size and flags: the struct without FUSE_SETXATTR_EXT, which only concerns access control lists.
+# The fields `size` and `flags`. FUSE_SETXATTR_EXT adds others, for access control lists only.
 SETXATTR_IN_SHORT = struct.Struct("=II")
 GETXATTR_IN = Layout("fuse_getxattr_in", "size:I padding:I")
 GETXATTR_OUT = Layout("fuse_getxattr_out", "size:I padding:I")

@@ -1,6 +1,6 @@
 """The session that serves a mount through pyfuse3 (libfuse), for `--session pyfuse3`.
 
-Everything works here except passthrough, taking over a mount, and fallocate,
+This session has all functions except passthrough, taking over a mount, and fallocate,
 which pyfuse3 lacks. libfuse shows the node id as st_ino, so the inode table uses
 the stable inode number as node id wherever that is free; a changed object gets a
 new node id.
@@ -34,7 +34,7 @@ from fusefs.telemetry.stalls import served
 logger = logging.getLogger("fusefs.session")
 
 T = TypeVar("T")
-# The most requests that are processed at a time; all others wait in the kernel.
+# The most requests that are processed at a time; further requests wait in the kernel.
 MOST_TASKS = 99
 
 
@@ -67,7 +67,7 @@ class PyfuseSession:
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
-        """Mount for the duration of the block; raises MountError if libfuse refuses."""
+        """Mount for the duration of the block; raise MountError if libfuse refuses."""
         try:
             pyfuse3.init(self._handlers, str(self._request.mountpoint), _options(self._request))
         except RuntimeError as error:
@@ -150,7 +150,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self._operations.release(fh)
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """Wait for pending removals in a directory; a new name is as durable as its object."""
+        """Wait for a directory's pending removals; new names are as durable as their objects."""
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return
@@ -188,7 +188,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             names = await _answer(self._operations.listxattr(nodeid))
             return [name.encode() for name in names]
 
-    # Changes. On a read-only mount the kernel sends none of them.
+    # Changes. On a read-only mount the kernel sends no such requests.
 
     @property
     def _mutations(self) -> Mutations:
@@ -346,7 +346,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
 
 async def _answer(answer: Answer[T]) -> T:
-    """Return an operation's answer, awaiting it if needed."""
+    """Return an operation's answer; await it if it is a coroutine."""
     return await answer if isinstance(answer, Coroutine) else answer
 
 

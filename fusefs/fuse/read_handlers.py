@@ -1,7 +1,7 @@
 """The handlers of requests that change nothing: unpack, call the operation, pack the reply.
 
-A handler gets the node id, the request's body and the caller. It returns the reply,
-None if the request gets no reply, or a coroutine that returns one of these. Errors are
+A handler gets the node id, the request's body and the caller. It returns the reply, None
+if the request gets no reply, or a coroutine that returns the reply or None. Errors are
 raised as OSError. Packed attributes are cached in their inode.
 """
 
@@ -53,11 +53,11 @@ Answered = TypeVar("Answered")
 
 
 class ReadHandlers:
-    """The handlers of requests that change nothing; `table` has them by opcode."""
+    """The handlers of requests that change nothing; `table` maps opcodes to them."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        # Programs call stat for an entry of unknown type.
+        # Programs call stat if an entry's type is unknown.
         self.name_kinds = {
             NameKind.DIRECTORY: _DT_DIR,
             NameKind.FILE: _DT_REG,
@@ -114,7 +114,7 @@ class ReadHandlers:
         return head + (inode.packed or self.pack(inode))
 
     def pack(self, inode: Inode) -> bytes:
-        """Pack an inode's attributes (fuse_attr), and cache them in it if they are stable."""
+        """Pack an inode's attributes (fuse_attr); cache the result in the inode if it is stable."""
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
         packed = protocol.ATTR.pack(
@@ -223,7 +223,7 @@ class ReadHandlers:
 
 
 def packed(answer: Answer[Answered], pack: Callable[[Answered], Payload]) -> Result:
-    """Pack an answer; if it is a coroutine, return a coroutine that packs its result."""
+    """Pack an answer; for a coroutine, return a coroutine that packs its result."""
     if isinstance(answer, CoroutineType):  # takes a tenth of the time of the abstract class
         return when_there(answer, pack)
     return pack(cast("Answered", answer))
@@ -232,7 +232,7 @@ def packed(answer: Answer[Answered], pack: Callable[[Answered], Payload]) -> Res
 async def when_there(
     answer: Coroutine[Any, Any, Answered], pack: Callable[[Answered], Payload]
 ) -> Payload:
-    """Await an answer, and pack it."""
+    """Await an answer and pack it."""
     return pack(await answer)
 
 
@@ -248,7 +248,7 @@ class Entries:
         self._size = size
         self.is_plus = is_plus
         self.data = bytearray()
-        # The last entry's validity, in seconds and packed: mostly the next entry has the same.
+        # The last entry's validity, in seconds and as packed: mostly the next entry's is the same.
         self._held, self._valid = 0.0, (0, 0)
 
     @property
@@ -289,7 +289,7 @@ class Entries:
 
 
 _DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
-# fuse_direntplus as one struct, with the attributes already packed.
+# fuse_direntplus as one struct, in which the packed attributes are one field.
 _DIRENTPLUS = struct.Struct("=QQQQII88sQQII")
 _MODE, _MODE_AT = struct.Struct("=I"), protocol.ATTR.offsets()["mode"]
 _PADDING = [bytes(count) for count in range(8)]
@@ -318,10 +318,10 @@ def open_out(opened: OpenResult) -> bytes:
 
 
 def drops_pages(release: str) -> bool:
-    """True if a kernel release drops cached pages that a direct write has made stale.
+    """True if kernels of this release drop cached pages that a direct write has made stale.
 
     Before Linux 6.6 the pages stay: after an append to a file that another program has read,
-    that program sees zeros, even after both have closed the file. Before 6.18.3 a read
+    that program sees zeros, even after both programs have closed the file. Before 6.18.3 a read
     during such a write brings the old bytes back into the page cache.
     """
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
@@ -339,7 +339,7 @@ def _joined(names: tuple[str, ...]) -> bytes:
 
 
 def _sized(value: bytes, size: int) -> bytes:
-    """Pack an xattr reply for a buffer of `size` bytes (0: length only); OSError if too long."""
+    """Pack an xattr reply for a buffer of `size` bytes (0: length only); ERANGE if too long."""
     if not size:
         return protocol.GETXATTR_OUT.pack(len(value), 0)
     if len(value) > size:

@@ -1,18 +1,18 @@
 """The FUSE protocol on /dev/fuse, served by trio.
 
 One task waits until the descriptor is readable, then reads requests until there are none, at most a
-fixed number between two waits. It answers a request at once if it can. If the operation returns a
-coroutine, because it must wait, that becomes a task in the session's nursery, which INTERRUPT
-cancels if the program is being killed. With 4 KiB reads by eight readers: 88,000 requests a second
-inline, 41,000 with a task for each, 19,000 under pyfuse3.
+fixed number between two waits. The task answers a request at once if it can. If the operation
+returns a coroutine, because it must wait, the coroutine becomes a task in the session's nursery; an
+INTERRUPT cancels this task if the program is being killed. 4 KiB reads by eight readers: 88,000
+requests a second are answered at once, 41,000 with a task for each, 19,000 under pyfuse3.
 
-The request and reply buffers are private memory, resident and locked: if the daemon was killed
-while a page of a reply is faulted in for the kernel to copy, the program would get EIO.
+The request and reply buffers are private memory, resident and locked. Otherwise a program would get
+EIO if the daemon was killed while the kernel, copying a reply, faults in a page of the reply.
 
-A session can continue the session of another process (`adopt`). The kernel sends again the requests
+A session can continue the session of another process (`adopt`). The kernel resends the requests
 that the other process had read but not answered, with a mark in the request's unique number that
-the reply must repeat. Before Linux 6.9 such requests are lost, so there `adopt` needs to know that
-none was left.
+the reply must repeat. Before Linux 6.9 such requests are lost, so on older kernels the caller of
+`adopt` must know that none is left.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from fusefs.telemetry.stalls import served
 
 logger = logging.getLogger("fusefs.session")
 
-# A WRITE of 1 MiB with its headers; also more than any other request.
+# The buffer holds a WRITE of 1 MiB with its headers; all other requests are smaller.
 MAX_WRITE = 1 << 20
 BUFFER_SIZE = MAX_WRITE + 4096
-# A READ of 64 KiB with its header, the longest that compiled code answers.
+# The reply to a READ of 64 KiB with its header, the longest that compiled code answers.
 REPLY_SIZE = (64 << 10) + 4096
 MAX_PAGES = 256
-# The kernel sends at most this many page cache reads at a time. All others wait, even reads of
-# files on the local disk, so the limit exceeds the number that may wait for S3. Above CONGESTED
-# the kernel does not read ahead.
+# The kernel sends at most this many page cache reads at a time. Further reads wait in the kernel,
+# even reads of files on the local disk, so the limit exceeds the number of reads that may wait for
+# S3. With more than CONGESTED reads the kernel does not read ahead.
 MAX_BACKGROUND = 1024
 CONGESTED = 48
-# Requests between two checkpoints (about 2 ms).
+# The number of requests between two checkpoints (about 2 ms).
 BATCH = 64
 
 _WANTED = (
@@ -82,12 +82,12 @@ _NEEDED = Init.PARALLEL_DIROPS | Init.MAX_PAGES | Init.DO_READDIRPLUS
 _UNMARKED = protocol.UNIQUE_RESEND - 1
 _UNPACK_HEADER, _IN_HEADER_SIZE = protocol.IN_HEADER.unpack_from, protocol.IN_HEADER.size
 _PACK_HEADER, _OUT_HEADER_SIZE = protocol.OUT_HEADER.pack, protocol.OUT_HEADER.size
-# Up to this size, copying a reply after its header is faster than writev.
+# Up to this size in bytes, copying header and reply into one buffer is faster than writev.
 _COPIED = 512
 
 
 class UnsupportedKernelError(Exception):
-    """The kernel lacks what the session needs; the message is for the user."""
+    """The kernel lacks a function that the session needs; the message is for the user."""
 
 
 def _locked_memory(size: int) -> mmap.mmap:
@@ -102,9 +102,9 @@ def _locked_memory(size: int) -> mmap.mmap:
 class Session:
     """The kernel session of one mount: reads and answers the requests on its /dev/fuse descriptor.
 
-    `max_stack_depth` is 0 for no passthrough, 1 to negotiate it, 2 if the cache's
-    own file system is stacked (overlayfs). Without `has_fast_path` Python answers
-    all requests.
+    `max_stack_depth` is 0 for no passthrough, 1 to negotiate passthrough, 2 if the
+    cache's own file system is stacked (overlayfs). Without `has_fast_path` Python
+    answers all requests.
     """
 
     name = "kernel"
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def requests(self) -> int:
-        """The number of requests that were read."""
+        """The number of requests that were read from the kernel."""
         return self._requests + (self.compiled_requests or 0)
 
     @property
@@ -182,7 +182,7 @@ class Session:
 
     @property
     def survival(self) -> tuple[bool, str]:
-        """A pair: True if the mount outlives this process, and the reason why or why not."""
+        """A pair: True if the mount outlives this process, and the reason for the answer."""
         if self.has_resend:
             return True, "a keeper holds the mount"
         return False, (
@@ -202,9 +202,9 @@ class Session:
     def adopt(self, init_out: bytes, *, is_all_answered: bool) -> None:
         """Continue an earlier process's session; make the kernel resend unanswered requests.
 
-        `init_out` is the earlier process's reply to INIT. The caller has restored the
-        tables, as the kernel's next request may be about any node or handle.
-        `is_all_answered` says that no request needs to be sent again.
+        `init_out` is the earlier process's reply to INIT. The caller must have restored the
+        tables, because the kernel's next request may be about any node or handle.
+        `is_all_answered` is True if the earlier process has answered all requests.
 
         Raises:
             UnsupportedKernelError: requests may be unanswered, and the kernel can't resend them.
@@ -234,14 +234,14 @@ class Session:
     async def run(self) -> bool:
         """Answer requests until the file system is unmounted or `stop_reading` is called.
 
-        Returns True if the file system was unmounted. Cancelling stops between two
+        Returns True if the file system was unmounted. Cancellation takes effect between two
         requests and leaves the mount as it is.
         """
         is_unmounted = False
         async with trio.open_nursery() as watching:
             watching.start_soon(self._interrupts.run)
             async with trio.open_nursery() as nursery:
-                # Needed for READs that the `ReplyThread` gives back.
+                # For the READs that the `ReplyThread` gives back.
                 self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
                 try:
                     with self._reading:
@@ -277,7 +277,7 @@ class Session:
         warm = self._warm if self._warm is not None and self._warm.begin() else None
         for count in range(BATCH):
             try:
-                # No polling while requests wait, as their tasks need their turn.
+                # There is no polling while requests wait, because their tasks need their turn.
                 size = warm.receive(may_poll=not self._waiting) if warm else self._receive()
             except OSError as error:
                 if error.errno == errno.ENODEV:
@@ -342,12 +342,12 @@ class Session:
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
     def _sends(self, unique: int, at: InFile) -> bool:
-        """Make `ReplyThread` reply with bytes of a file; False if it can't take the job."""
+        """Let the `ReplyThread` reply with bytes of a file; False if it can't."""
         fd = at.file.fd
         return fd >= 0 and self._replies.send(unique, at.fh, fd, at.offset, at.size, at.flags)
 
     def _give_back(self, unique: int, fh: int, offset: int, size: int) -> None:
-        """Schedule the answer to a READ that `ReplyThread` gives back. Called in that thread."""
+        """Schedule the answer to a READ that the `ReplyThread` gives back. Runs in that thread."""
         assert self._token is not None
         self._token.run_sync_soon(self._read_again, unique, fh, offset, size)
 
@@ -414,9 +414,9 @@ class Session:
             note_lost_reply(lost)
 
     def _reply_fault(self, unique: int) -> None:
-        """Answer EIO to a resent request that has raised an unexpected exception.
+        """Answer EIO to a resent request whose handler raised an unexpected exception.
 
-        Such a request may have ended the previous process, and would end each new one.
+        Such a request may have ended the previous process, and would end each new process.
         """
         logger.exception("a request that was sent again meets a fault")
         self._reply_error(unique, OSError(errno.EIO, "a fault of fusefs"))
@@ -459,8 +459,8 @@ class Session:
         return b""
 
     def _interrupt(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
-        # Requests are read in order, so a request that is not waiting has been answered;
-        # with a resent request the kernel sends its INTERRUPT again, too.
+        # Requests are read in order, so a request that is not waiting has been answered. With a
+        # resent request the kernel resends its INTERRUPT as well.
         (unique,) = protocol.INTERRUPT_IN.unpack_from(body)
         waiting = self._waiting.get(unique & _UNMARKED)
         if waiting is not None:

@@ -1,4 +1,4 @@
-"""The handlers of requests that change something: unpack, call the mutation, pack the reply."""
+"""The handlers of requests that change files: unpack, call the mutation, pack the reply."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fusefs.posix.types import Caller, NewAttributes, OpenResult
 
 SECOND_NS = 1_000_000_000
 
-# Seconds for which the kernel may cache a new file's attributes, which only it can change:
-# Python's open() asks for them twice.
+# Seconds for which the kernel may cache a new file's attributes, which only this kernel's programs
+# can change: Python's open() requests them twice.
 NEW_S = 1.0
 # Programs have their usual substitutes for copy_file_range and O_TMPFILE. After the first
-# ENOSYS the kernel answers EOPNOTSUPP by itself.
+# ENOSYS the kernel answers EOPNOTSUPP itself, without a request.
 _UNSUPPORTED = (Opcode.COPY_FILE_RANGE, Opcode.TMPFILE)
 
 
 class WriteHandlers:
-    """The handlers of requests that change something; `table` has them by opcode."""
+    """The handlers of requests that change files; `table` maps opcodes to them."""
 
     def __init__(self, handlers: ReadHandlers, mutations: Mutations) -> None:
         self._handlers = handlers
@@ -61,7 +61,7 @@ class WriteHandlers:
             Opcode.LINK: self._link,
         }
 
-    # Names. `body` is the session's buffer, so it is read before anything waits.
+    # Names. `body` is in the session's buffer, so it is copied before any wait.
 
     def _create(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
@@ -157,7 +157,7 @@ class WriteHandlers:
             offset,
             body[start : start + size],
             owner if flags & protocol.WRITE_LOCKOWNER else UNKNOWN_OWNER,
-            # For a write-back of mapped pages the kernel gives no flags.
+            # The kernel gives no open flags for the write-back of mapped pages.
             is_appended=bool(open_flags & os.O_APPEND),
         )
         if isinstance(answer, int):
@@ -172,7 +172,7 @@ class WriteHandlers:
         return _done(self._mutations.writer.flusher.fsync(protocol.FSYNC_IN.unpack_from(body)[0]))
 
     def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
-        # A new name is as durable as its object, so only removals are waited for.
+        # New names need no wait, as they are as durable as their objects; only removals do.
         return _done(self._mutations.fsync_directory(nodeid))
 
     def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:

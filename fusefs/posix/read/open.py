@@ -1,16 +1,16 @@
-"""Opens of files: the node and version that a handle gets, and who answers its reads.
+"""Opens of files: the node and version that a handle gets, and its mode: passthrough or served.
 
 1. Does the name still stand for this node? If the last answer of the bucket has
    expired (directory/freshness.py), the bucket is asked again before cached bytes are
    used. If the name has another version, the open fails with ESTALE, upon which
    the kernel looks the name up again by itself and opens the new node. A
    program that reopens without a name (/proc/self/fd/N, a bind-mounted single
-   file) can't be redirected; it is recognised as it repeats the open without a
-   lookup (`Redirects`), and gets the old node (`_open_anyway`).
-2. Is the version whole in the cache? A small file is fetched first.
+   file) can't be redirected. Such a program repeats the open without a lookup,
+   which shows that it has no name (`Redirects`), and gets the old node (`_open_anyway`).
+2. Is the version whole in the cache? If the file is small, it is fetched first.
 3. A whole file is opened for passthrough if no handle of the node is served. If an
    older handle is served, the name gets a new node (ESTALE as in 1), so that one handle
-   from before the fetch does not prevent passthrough for all later ones. A file that
+   from before the fetch does not prevent passthrough for all later handles. A file that
    is not whole is served.
 """
 
@@ -36,14 +36,14 @@ from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-# The most remembered openers that got ESTALE: about as many as opens are under way.
+# The most opens that are remembered after an ESTALE: about as many as are under way at a time.
 MOST_STALE = 4096
 
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Opener(MountPart):
-    """The opens of one mount; `writer` is None on a read-only one. Belongs to the event loop."""
+    """The opens of one mount; `writer` is None if it is read-only. Belongs to the event loop."""
 
     def __init__(self, state: MountState, writer: Writer | None) -> None:
         super().__init__(state)
@@ -53,7 +53,7 @@ class Opener(MountPart):
         self._next_files = NextFiles(state.downloader, state.cache, state.directories)
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
-        """Open a file for reading, by the module's rules; EROFS for an open for writing."""
+        """Open a file for reading, as the module describes; EROFS for an open for writing."""
         if flags & _WRITING or flags & os.O_TRUNC:
             raise OSError(errno.EROFS, "the mount is read-only")
         if inode.info is None:
@@ -78,10 +78,10 @@ class Opener(MountPart):
         return waiting(self._open_later(inode, flags, caller, is_valid))
 
     def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:
-        """True if a whole cache file need not be opened now: the first READ opens it.
+        """True if a whole cache file need not be opened now, because the first READ opens it.
 
-        With pages in the kernel's cache there may be no READ at all. For passthrough the file is
-        opened first, and also if another mount could evict it: open files are not evicted.
+        If the kernel has the file's pages, no READ may come at all. The file is opened now for
+        passthrough, and if another mount could evict it: open files are not evicted.
         """
         if self._backing.is_on or inode.passthrough or self._cache.has_neighbours:
             return False
@@ -90,7 +90,7 @@ class Opener(MountPart):
         return file.is_kept and file.name not in self._cache.discarded
 
     def _is_valid(self, inode: Inode) -> bool:
-        """True if the node may be opened without asking the bucket for its name's version."""
+        """True if the bucket need not be asked for the name's version before the node is opened."""
         if inode.looked_up:
             inode.looked_up = False
             return True
@@ -115,7 +115,7 @@ class Opener(MountPart):
         version = inode.object.version
         file = self._cache.pin(version)
         try:
-            # A file without cached bytes needs no question: its GET requires this version.
+            # For a file without cached bytes S3 is not asked: the GET itself requires this version.
             if not is_valid and not (
                 version.size and self._downloader.proves_versions and self._cache.is_new(file)
             ):
@@ -123,8 +123,8 @@ class Opener(MountPart):
                 if not inode.is_current or inode.object.version != version:
                     return await self._open_later(inode, flags, caller, is_valid)
             is_whole = await self._prepare(inode, inode.object, file)
-            # Registering also holds the file's lock in the kernel, beyond this process's
-            # death, so that no mount evicts the file. So incomplete files are registered as well.
+            # In the kernel, a registered file stays locked after this process's death, so that no
+            # mount evicts it. So incomplete files are registered as well.
             is_usable = file.fd >= 0 and file.is_kept
             backing_id = await self._backing.register(file) if is_usable else 0
             if inode.staged is not None:
@@ -160,7 +160,7 @@ class Opener(MountPart):
     async def _look_again(self, inode: Inode) -> None:
         """Check an inode's version by a LIST; separate an outdated inode from its name.
 
-        The LIST page answers for the file's neighbours as well.
+        The LIST page also has the versions of the file's neighbours.
         """
         asked, parent = inode.object.version, inode.parent
         if parent is None or inode.is_removed:
@@ -175,19 +175,19 @@ class Opener(MountPart):
             self._inodes.mark_replaced(inode)
 
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Redirect the opener to the name's new node, or open the old node if that was done before.
+        """Redirect a program to its name's new node; open the old node if it was redirected before.
 
         Raises:
-            OSError: ESTALE, for the kernel to look the name up again.
+            OSError: ESTALE, upon which the kernel looks the name up again.
         """
         self.redirect(inode, caller)
         return await self._open_anyway(inode, flags, caller)
 
     def redirect(self, inode: Inode, caller: Caller) -> None:
-        """Redirect the opener to the name's new node, unless it seems to have no name to look up.
+        """Redirect a program to its name's new node, unless it seems to have opened without a name.
 
         Raises:
-            OSError: ESTALE, for the kernel to look the name up again.
+            OSError: ESTALE, upon which the kernel looks the name up again.
         """
         if not self.redirects.is_redirected(inode, caller.program):
             self.redirects.add(inode, caller.program)
@@ -196,8 +196,8 @@ class Opener(MountPart):
     async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Open an old node for a program that has no name to look up.
 
-        The handle reads the node's old version if that is whole in the cache, else the
-        bucket's version, if no other handle has the node open.
+        The handle reads the node's old version if the cache has all of it. Else, if no other
+        handle has the node open, the handle reads the version that the bucket has now.
 
         Raises:
             OSError: ESTALE, if the handle can read neither version.
@@ -225,8 +225,8 @@ class Opener(MountPart):
     async def _prepare(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> bool:
         """Fetch a version's first bytes into its file, or all bytes if the file is small.
 
-        Returns True if the file is whole. If the bucket has another version by
-        now, the inode loses its name.
+        Returns True if the file is whole. If the bucket has another version by now, the inode is
+        separated from its name.
         """
         if not info.size:
             return False
@@ -254,7 +254,7 @@ class Opener(MountPart):
     async def _opened_either_way(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> OpenResult:
-        """Open a node in the mode of its open handles; without any, by passthrough if possible."""
+        """Open a node in its handles' mode; if none is open, for passthrough if possible."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
             handles = self._handles.files.values()
@@ -291,7 +291,7 @@ class Opener(MountPart):
         *,
         is_closed: bool,
     ) -> None:
-        """Add a passthrough handle that compiled code has logged, and closed if `is_closed`."""
+        """Note a passthrough open that compiled code has logged; add its handle unless closed."""
         self._backing.find(file)  # marks the backing file as used
         is_first = file.last_use is None
         self._note_passthrough(file)
@@ -307,7 +307,7 @@ class Opener(MountPart):
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> OpenResult:
         if inode.passthrough:
-            # The node has passthrough handles, and the kernel answers another mode with EIO.
+            # The node has passthrough handles: the kernel would answer another mode with EIO.
             backing_id = self._backing.find(file)
             if not backing_id:
                 raise OSError(errno.ESTALE, "the node is open for passthrough")
@@ -317,7 +317,7 @@ class Opener(MountPart):
         self._counters.served_opens += 1
         handle = self._handles.open_file(inode, inode.object.version, file, 0, flags, caller.unique)
         if file.is_complete:
-            # The kernel may have its pages, so the open counts as a read of the whole file.
+            # The kernel may have the file's pages, so the open counts as a read of the whole file.
             handle.fetched = file.first_read(0, file.size)
             self._counters.read(file.size, handle.fetched)
         else:
@@ -357,25 +357,25 @@ def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
 
 
 class Redirects:
-    """The opens that got ESTALE and have not been followed by a lookup of the name yet."""
+    """The opens that got ESTALE, until the process looks the name up again."""
 
     def __init__(self, log: Journal) -> None:
         self._log = log
-        # The id of the node that was to be opened, by (directory's id, name, process).
+        # The id of the node that the open was for, by (directory's id, name, process).
         self._pending: OrderedDict[tuple[int, str, int], int] = OrderedDict()
 
     def is_redirected(self, inode: Inode, program: int) -> bool:
         return _opener(inode, program) in self._pending
 
     def add(self, inode: Inode, program: int) -> None:
-        """Record that a process got ESTALE, and is to look the inode's name up again."""
+        """Record that a process got ESTALE, so that it should look the inode's name up again."""
         self.recall(inode, program)
         self._log.stale(inode.nodeid, program, is_pending=True)
         while len(self._pending) > MOST_STALE:
             self._pending.popitem(last=False)
 
     def recall(self, inode: Inode, program: int) -> None:
-        """Restore the entry of an ESTALE that an earlier process of this mount answered."""
+        """Restore the entry of an ESTALE that this mount's earlier process gave as an answer."""
         self._pending[_opener(inode, program)] = inode.nodeid
 
     def write_all(self, log: Journal) -> None:
@@ -384,7 +384,7 @@ class Redirects:
             log.stale(nodeid, program, is_pending=True)
 
     def looked_up(self, parent_id: int, name: str, program: int) -> bool:
-        """Note a lookup of a name; return True if the process got ESTALE, and so looks up."""
+        """Note a lookup of a name; return True if an ESTALE for this process was its cause."""
         nodeid = self._pending.pop((parent_id, name, program), None) if self._pending else None
         if nodeid is not None:
             self._log.stale(nodeid, program, is_pending=False)

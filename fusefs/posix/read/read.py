@@ -1,7 +1,7 @@
 """READ of a served handle: from the page cache, the disk, or the bucket, in this order.
 
-Bytes in the page cache are returned at once, a thread reads bytes on the disk, and
-missing bytes are downloaded first. If the cache has no room for a version, or its disk
+Bytes in the page cache are returned at once. A thread reads bytes that are only on the disk. Bytes
+that are not on the disk are downloaded first. If the cache has no room for a version, or its disk
 fails, the version's bytes are downloaded into memory ("past the cache").
 """
 
@@ -26,7 +26,7 @@ from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.telemetry.stalls import WaitCause, stage
 
-# One request is answered from a buffer of this size (max_pages of 4 KiB).
+# The size of the buffer for the answer of one request (max_pages of 4 KiB).
 MAX_READ = 1 << 20
 # Copying more bytes in the event loop takes longer than leaving them to a thread.
 LONGEST_COPIED = 64 << 10
@@ -35,7 +35,7 @@ LONGEST_COPIED = 64 << 10
 class Reader(MountPart):
     """The reads of one mount. Belongs to the event loop.
 
-    `editor` downloads bytes that an edited file lacks; None on a read-only mount.
+    `editor` downloads the bytes that an edited file lacks; None on a read-only mount.
     """
 
     def __init__(self, state: MountState, editor: SparseEditor | None) -> None:
@@ -84,7 +84,7 @@ class Reader(MountPart):
     def _read_staged(
         self, staged: StagedFile, offset: int, size: int
     ) -> Answer[memoryview | bytes | bytearray]:
-        """Read from a staged file; fewer bytes at its end."""
+        """Read `size` bytes of a staged file, or fewer at its end."""
         if staged.base is not None and staged.base.lacks(offset, offset + size):
             return waiting(self._read_edited(staged, staged.base, offset, size))
         data = self._buffer[: min(size, MAX_READ)]
@@ -125,9 +125,9 @@ class Reader(MountPart):
     def _answer_now(
         self, handle: FileHandle, offset: int, size: int, *, in_file: bool
     ) -> memoryview | InFile | None:
-        """Return bytes present in a handle's cache file; None if the page cache lacks some.
+        """Return bytes that are in a handle's cache file; None if the page cache lacks some.
 
-        With `in_file` the answer for a large range is an `InFile`: the session reads the bytes.
+        With `in_file`, return an `InFile` for a large range: then the session reads the bytes.
         """
         if in_file and handle.file.fd >= 0 and LONGEST_COPIED < size <= MAX_READ:
             return InFile(handle.fh, handle.file, offset, size, self._nowait)
@@ -145,7 +145,7 @@ class Reader(MountPart):
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP or not self._nowait:
                 return None
-            # tmpfs knows no RWF_NOWAIT, but never waits for a disk either.
+            # tmpfs does not support RWF_NOWAIT, but its reads wait for no disk either.
             self._nowait = 0
             return self._read_now(file, offset, size)
         return data if count == size else None
@@ -224,7 +224,7 @@ class Reader(MountPart):
             self._counters.cache_bytes += size
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
-        """Read past the cache; download more bytes than asked, and store them for later reads."""
+        """Read past the cache: download bytes ahead as well, and keep them in memory for later."""
         self._counters.miss(stop - offset)
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)
@@ -251,7 +251,7 @@ class Reader(MountPart):
 
 
 def _read_what_is_there(fd: int, offset: int, size: int) -> bytes:
-    """Read up to `size` bytes, fewer only at the file's end. Blocks."""
+    """Read `size` bytes, or fewer at the file's end. Blocks."""
     data = os.pread(fd, size, offset)
     while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
         data += more
@@ -262,7 +262,7 @@ def read_fully(fd: int, offset: int, size: int) -> bytes:
     """Read exactly `size` bytes, which are known to be there. Blocks.
 
     Raises:
-        OSError: the disk failed, or the file is shorter than it was.
+        OSError: the disk failed, or the file has become shorter (EIO).
     """
     data = _read_what_is_there(fd, offset, size)
     if len(data) < size:

@@ -1,11 +1,11 @@
 """Streams of directory entries: READDIR and READDIRPLUS, from listings.
 
-An offset tells the name behind which a stream continues (nodes/offsets.py), in the latest listing.
+An offset tells the name behind which a stream continues, in the latest listing (nodes/offsets.py).
 Entries are shown with their attributes if these are known. On a writable mount each entry may need
-a HEAD. HEADs of the first few show if the others need one (posix/directory/head_policy.py); then
-only the names are shown, if the session can do so. Only names are shown as well while the
-kernel knows the most nodes that it may: a directory of millions would need a node for each entry
-(nodes/name_pruner.py).
+a HEAD, and HEADs of a few names show if the others need one (posix/directory/head_policy.py). If
+they do, entries are shown without attributes, if the session can do so; so are all entries while
+the kernel knows as many nodes as it may (nodes/name_pruner.py), because a directory of millions
+would need a node for each entry.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fusefs.posix.types import Answer, Caller, DirectoryBuffer, NameKind, waitin
 
 # The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
-# The most names behind an offset's mark that are searched for its name. A page has a thousand,
-# but the segment of a directory that was made here may have held more.
+# The most names behind a mark that are searched for an offset's name. A LIST page has a thousand,
+# but the segment of a directory that this mount created may have had more.
 _SEARCHED = 100_000
 
 
@@ -53,7 +53,7 @@ class DirectoryStreams(MountPart):
         return self._handles.open_directory(inode, directory.generation, caller.unique), is_cached
 
     def read(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
-        """Add to the buffer as many entries behind `offset` as it holds; none at the end."""
+        """Add the entries behind `offset` for which the buffer has room; none at the end."""
         handle = self._handles.directory(fh)
         if not self._seek(handle, offset):
             return waiting(self._seek_and_read(handle, offset, buffer))
@@ -85,7 +85,7 @@ class DirectoryStreams(MountPart):
     async def _find(self, handle: DirectoryHandle, offset: int) -> str:
         """Find the position of the entry with an offset; EINVAL for an unknown offset.
 
-        If the entry is gone the stream continues at the mark, so that some names may come twice.
+        If the entry was removed, return the mark's position: some names may then come twice.
         """
         mark, code = divided(offset) or (0, -1)
         marks = handle.inode.marks or {}
@@ -111,7 +111,7 @@ class DirectoryStreams(MountPart):
     async def _read_later(
         self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
     ) -> None:
-        """Wait for the next segment, and add its entries."""
+        """Wait for the next segment, and add its entries. Repeat while none was added."""
         has_more = True
         while has_more and buffer.is_empty:
             segment = await self._segment_behind(handle, directory, handle.position)
@@ -136,11 +136,11 @@ class DirectoryStreams(MountPart):
         )
 
     def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
-        """True if `directory` has the handle's present prefix: no rename came in between."""
+        """True if `directory` still has the prefix of the handle: it was not renamed."""
         return self._inodes.key(handle.inode) == directory.prefix
 
     def _asks(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """True if HEADs may be needed before entries are added."""
+        """True if entries may need HEADs before they are added."""
         if not buffer.is_plus:
             return False
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
@@ -165,7 +165,7 @@ class DirectoryStreams(MountPart):
         return inodes
 
     def _seek(self, handle: DirectoryHandle, offset: int) -> bool:
-        """Move a stream to an offset; False if that needs a search of the listing (`_find`)."""
+        """Move a stream to an offset; False if the offset has to be searched for (`_find`)."""
         if offset == handle.offset:
             return True
         if not offset:
@@ -181,7 +181,7 @@ class DirectoryStreams(MountPart):
         return True
 
     def _add_dots(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> bool:
-        """Add "." and ".." if the stream is at its start; False if there is no room."""
+        """Add "." and ".." if the stream is at its start; False if the buffer has no room."""
         inode = handle.inode
         parent = inode.parent if inode.parent is not None else inode
         for at, name, ino, own in ((0, b".", inode.ino, DOT), (DOT, b"..", parent.ino, DOT_DOT)):
@@ -198,7 +198,7 @@ class DirectoryStreams(MountPart):
         segment: Segment,
         buffer: DirectoryBuffer,
     ) -> bool:
-        """Add a segment's entries; return True if more may be added, perhaps after HEADs."""
+        """Add a segment's entries; True if further ones may be added, perhaps after HEADs."""
         if not handle.position:
             handle.generation = directory.generation
         parent, inodes, heads = handle.inode, self._inodes, self._head_cache
@@ -228,7 +228,7 @@ class DirectoryStreams(MountPart):
             if inode is not None and not inode.nlookup:
                 inodes.drop_unknown(inode)
             if not has_room:
-                # A HEAD has to come first, or there is no room.
+                # The entry needs a HEAD before, or the buffer has no room.
                 return is_bare and not buffer.takes_names and buffer.is_empty
             handle.offset, handle.position = offset, name + "/"
             handle.recent[offset] = name
