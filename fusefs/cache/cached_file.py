@@ -188,5 +188,5 @@ class CacheFile:
         self.sums = None
 
     def forget(self) -> None:
-        """Reset to a version that has no file on the disk."""
+        """Make this object describe a version that has no file on the disk."""
         self.become("", 0, b"")

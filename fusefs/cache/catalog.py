@@ -136,7 +136,7 @@ BUSY_S = 30.0
 RETAINED_PAGE = 5000
 # Rows that one query reads.
 PAGE = 1000
-# The bytes of a file whose sums are written together: 1 KiB of sums.
+# The sums of this many bytes of a file are written together: 1 KiB of sums.
 SUMS_PART = 64 << 20
 
 
@@ -293,7 +293,10 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert or extend rows; return a flag each (False: another file's row) and the total."""
+        """Insert rows, or extend the known ones; return a list of booleans and the new total.
+
+        False in the list stands for a row that was refused, because another file has the name.
+        """
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []
             added = [self._record(row, sums) for row in rows]
@@ -579,7 +582,7 @@ _TYPES = [str, str, int, int, bytes, int, str, float, int, int, int]
 
 def _row(values: tuple[Any, ...]) -> Row:
     """Make a `Row` of a database row; raises DamagedCatalogError if its checksum is wrong."""
-    # Checked first: SQLite's conditions take an `is_synced` of 0.5 for true, the checksum for 0.
+    # Checked first: SQLite's conditions treat an `is_synced` of 0.5 like 1, the checksum like 0.
     if [*map(type, values)] != _TYPES:
         raise DamagedCatalogError("a row has values of wrong types")
     name, generation, st_ino, size, ranges, is_synced, _, used_at, total, crc, is_retained = values

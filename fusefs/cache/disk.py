@@ -66,7 +66,7 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 class Disk:
     """The object files of one principal, of all mounts that share the directory.
 
-    The descriptors that it returns carry a read lock, which keeps other mounts
+    The returned descriptors carry a read lock, which keeps other mounts
     from unlinking the file. Each mount locks a byte of its own, so that it can
     distinguish its locks, including those that the kernel holds, from other mounts'.
     """
@@ -140,7 +140,7 @@ class Disk:
         self._with_folder(new_name, partial(os.rename, *paths))
 
     def open(self, name: str, generation: str, st_ino: int, size: int) -> int:
-        """Open and lock a file; -1 if there is no such file with this inode number and size."""
+        """Open and lock the file with this inode number and size; return its descriptor, or -1."""
         check_unreserved()
         path = self.path(name, generation)
         try:
@@ -163,7 +163,7 @@ class Disk:
         return -1
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file; return its descriptor if mapped, else -1. None: in use, not unlinked."""
+        """Unlink a file; return its descriptor if mapped, else -1; None if in use, not unlinked."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -248,7 +248,7 @@ class Disk:
             if time.time() - os.fstat(fd).st_mtime > age_s and not is_known():
                 os.unlink(path)
         except OSError as error:
-            # If it is locked, it is in use. After other errors the next start tries again.
+            # A locked file is in use. After other errors the next start tries again.
             logger.debug("%s stays: %s", path, error)
         finally:
             os.close(fd)
@@ -371,7 +371,7 @@ def usable(directory: Path) -> Iterator[None]:
 
 
 def prepare_directory(directory: Path, *, in_any_case: bool = False) -> None:
-    """Create the cache directory, or check that it is one and belongs to this user. Blocks.
+    """Create the cache directory, or check that it is a cache and belongs to this user. Blocks.
 
     Raises CacheDirectoryError, or with `in_any_case` (a mount that is served already) logs it.
     """
@@ -407,7 +407,7 @@ def _prepare(directory: Path) -> None:
         )
     # Only now: the directory belongs to this user and has no other use.
     directory.chmod(0o700)
-    # Written atomically, also across a power cut: by then a staged file may lie beside it.
+    # Written atomically and durably: at a power cut the directory may have a staged file already.
     files.replace(mark, FORMAT_MARK, is_durable=True, suffix=f".{os.getpid()}")
 
 

@@ -450,7 +450,7 @@ class Downloader:
 class FileSink:
     """Writes one download into its cache file (see `fusefs.store.interface.Sink`).
 
-    It is also the `NewFile` that creates the cache file of a small object.
+    The sink is also the `NewFile` that creates the cache file of a small object.
     """
 
     def __init__(

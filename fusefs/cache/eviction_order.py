@@ -49,21 +49,21 @@ ONE_USE = 1 / 64
 INTERVALS = 128
 FEWEST_INTERVALS = 6
 RECENT = 1 / 2
-# The *long* interval is this quantile of them. The longest interval would be useless:
+# The *long* interval is this quantile of the intervals. The longest one would be useless:
 # one file that is used once in a while would keep all others from getting stale.
 LONG = 0.98
 # A kept file is stale after this many long intervals: in a random order some files
 # have to wait longer than others.
 STALE = 1.25
 # If more than this share of the cache is unused for one long interval, the program reads
-# other files now, and one interval makes a file stale. In epochs the share is a twentieth.
+# other files now, and one interval makes a file stale. In epochs a twentieth is unused so long.
 MOVED_SHARE = 1 / 2
 
 # The most files for which the order in which they became kept is known.
 MOST_LATEST = 16384
 # The most points in time for which the number of bytes fetched until then is known.
 MOST_TIMES = 4096
-# The most evicted files whose last use is remembered, and for how many cache sizes fetched.
+# The most evicted files whose last use is remembered, until REMEMBERED cache sizes were fetched.
 MOST_REMEMBERED = 16384
 REMEMBERED = 16
 

@@ -63,7 +63,7 @@ KEEP_OPEN_S = 10.0
 MOST_KEPT_OPEN = 512
 # The time that a file waits for others that are registered in the same message.
 GATHER_S = 0.02
-# Size of the cache of file names: as many as files the kernel may read itself (passthrough.py).
+# Size of the cache of file names: as many as the files that the kernel may read (passthrough.py).
 MOST_NAMES = 16384
 # Errors of an open that are not caused by the file.
 _NOT_ITS_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.ENOLCK}
@@ -361,8 +361,8 @@ class FileCache:
                 await trio.sleep(GATHER_S)
                 files = backing.gathered[:MOST_AT_ONCE]
             await backing.register_all(files)
-            await backing.wait_for(files)  # an open may have taken some along
-            # Only now, as an empty list means that there is no task.
+            await backing.wait_for(files)  # an open may be registering some of the files
+            # Only now, as an empty list means that no task is running.
             del backing.gathered[: len(files)]
             for file in files:
                 self.unpin(file, was_used=False)
@@ -397,7 +397,7 @@ class FileCache:
         self.order.fetched += new
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
-        """Treat a pinned file, which the kernel reads, as complete, whatever the catalog says."""
+        """Mark a pinned file that the kernel reads as complete, whatever the catalog says."""
         found = await trio.to_thread.run_sync(
             self.disk.generation_of, file.name, st_ino, limiter=self._threads
         )

@@ -74,7 +74,7 @@ class Retention:
         self._in_catalog = writer.in_catalog
         self._leave_order = leave_order
         self._put_back = put_back
-        # Changed only in the catalog's thread, or before that exists.
+        # Changed only in the catalog's thread, or before that thread exists.
         self._pins: set[int] = set()  # hashes, as pins are many and long
         # `_added` is the number of this bucket's latest known pin. `_record` is the number of the
         # latest pin of any bucket, and the count of removals: each change of pins changes it.

@@ -31,7 +31,7 @@ class Demand:
 
     @property
     def peak(self) -> int:
-        """The highest number of downloads that readers waited for at a time recently."""
+        """The highest recent number of downloads that readers waited for at a time."""
         self._begin_period()
         return max(self._most, self._most_before)
 

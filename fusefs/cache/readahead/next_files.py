@@ -27,7 +27,7 @@ LOOKED_AT = 64
 MOST_BEGUN = 32
 # The most files for which the next file is remembered.
 MOST_READ = 1024
-# The number of last guesses that count; while most are wrong, one in TRY_EACH is made.
+# The number of latest guesses that count; while most are wrong, one of TRY_EACH guesses is made.
 REMEMBERED = 16
 TRY_EACH = 8
 
@@ -56,7 +56,7 @@ class NextFiles:
 
     def opened(self, prefix: str, key: str, *, was_there: bool) -> None:
         """Note that a large file is opened; `was_there` says if the cache had some of its bytes."""
-        # Running downloads of it continue, as its reader wants these bytes first.
+        # The file's running downloads continue, as its reader wants these bytes first.
         if self._begun.pop(key, None) is not None:
             self._count(is_right=True)
         elif not was_there and any(begun.prefix == prefix for begun in self._begun.values()):

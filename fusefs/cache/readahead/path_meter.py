@@ -30,8 +30,8 @@ LEAST_ROUND_S = 0.2
 HOLD_S = 8.0
 # A reader that has read nothing for this long gets no share.
 IDLE_S = 2.0
-# How fast an old measurement loses weight: the latency is the least of about the last hundred, and
-# of more if more than LEAST_WIDTH downloads are running, as they wait for each other.
+# How fast an old measurement loses weight: the latency is the least of about the last hundred, or
+# of more if more than LEAST_WIDTH downloads are running, as these delay each other.
 FORGETTING = 0.01
 NEWS = 0.1
 
@@ -86,7 +86,7 @@ class PathMeter:
         self._readers.pop(reader, None)
 
     def change(self, downloads: int, size: int) -> None:
-        """Add `downloads` of `size` bytes in all to the running ones; negative: remove them."""
+        """Add `downloads` of `size` bytes in total to the running ones; negative: subtract them."""
         self._count_running()
         self._running += size
         self._under_way += downloads

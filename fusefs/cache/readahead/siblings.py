@@ -155,7 +155,7 @@ class Siblings:
 
     def _fetch(self) -> None:
         """Start downloads up to the limits, beginning with the folder that was used last."""
-        # Computed once, as it takes as long as starting a file, and hardly changes meanwhile.
+        # Computed once, as this takes as long as starting a download; the limit hardly changes.
         self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
             self._make_room()
@@ -211,7 +211,7 @@ class Siblings:
         prefix = self._listing.next_folder(folder.prefix)
         if prefix is not None and prefix not in self._folders:
             following = self._begin(prefix, "")
-            # This allows some of its files now, and more as soon as these are opened.
+            # This allows some of the folder's files now, and more as soon as these are opened.
             following.missed = FOLDER_AFTER
             self._waiting[following] = None
 

@@ -88,7 +88,7 @@ class Readahead:
         self._windows.insert(0, Window(self, stop))
 
     def waited(self, began: float, ended: float) -> None:
-        """Count the time a read has waited; the times are in seconds of the monotonic clock."""
+        """Count the wait of a read from `began` to `ended`, in seconds of the monotonic clock."""
         if not self._windows[0].is_in_order:
             are_long = self._read_bytes >= LONG * self._stretches
             self._scattered.waited(began, ended, are_long=are_long)
