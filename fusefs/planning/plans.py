@@ -89,7 +89,7 @@ class Plans:
     # Plans come and go
 
     async def run(self, goes_on: bool) -> None:
-        """Follow the plans until cancelled; `goes_on` first restores the last daemon's plans."""
+        """Follow the plans until cancelled; if `goes_on`, first restore the last daemon's plans."""
         names = await trio.to_thread.run_sync(self._on_record, goes_on)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prefetcher.run)
@@ -219,7 +219,7 @@ class Plans:
         self._prefetcher.moved()
 
     async def _reorder(self) -> None:
-        """Place all files in memory anew in the order of eviction when plans have changed."""
+        """Place all files in memory anew in the eviction order, each time that plans change."""
         while True:
             await self._has_changed.wait()
             self._has_changed = trio.Event()

@@ -1,9 +1,9 @@
 """Fetches the files that plans expect to be read next.
 
 A task for each plan walks along its entries from the reader's position and starts the downloads of
-each file's parts, in the order of need. As many run in parallel as the path to S3 allows besides
-the downloads that programs wait for, which go first (cache/readahead/). When an entry's turn comes,
-its path is looked up in the listings of the mount, as the program will do.
+each file's parts, in the order of need. As many downloads run in parallel as the path to S3 allows
+besides the downloads that programs wait for, which go first (cache/readahead/). When an entry's
+turn comes, its path is looked up in the listings of the mount, as the program will do.
 
 The walk goes on until the cache has no room. For a planned file the cache may evict files of no
 further use and files not used since the first plan began; also files that are used later, as long
@@ -39,8 +39,8 @@ logger = logging.getLogger("fusefs.planning")
 # Share of the cache for files ahead of a reader if they evict files used later, and for all files
 # fetched for a plan that no open has confirmed.
 AHEAD_SHARE = 1 / 8
-# Bytes being fetched for a plan: at least twice what the path can carry, but at most this share of
-# the cache.
+# The most bytes being fetched for a plan: twice what the path to S3 can carry, but at most this
+# share of the cache.
 MOST_UNDER_WAY_SHARE = 1 / 4
 # Most files ahead of a reader that are cached or being fetched.
 MOST_AHEAD = 8192
@@ -56,7 +56,7 @@ LATE_FOR = ("rate", "room", "position")
 
 @dataclass(slots=True, eq=False)
 class Walk:
-    """The prefetch of one plan: entry `at` is next, `ahead` has begun files' sizes by position."""
+    """The prefetch of one plan. `at`: the next entry; `ahead`: sizes of begun files by position."""
 
     plan: Plan
     scope: trio.CancelScope
@@ -160,7 +160,7 @@ class Prefetcher:
         return outcome
 
     def frontier(self, plan: Plan) -> float:
-        """Return how far ahead of the reader the next entry to fetch is; inf if enough is ahead."""
+        """Return the number of entries from the reader to the next fetch; inf if none is due."""
         walk = self._walks.get(plan)
         most = max(self._most_under_way(), AHEAD_SHARE * self._downloader.room)
         if walk is None or walk.ahead_bytes > most:
@@ -268,7 +268,7 @@ class Prefetcher:
             self.moved()
 
     async def _info(self, path: str, *, is_again: bool = False) -> ObjectInfo | None:
-        """Return a path's object, or None. `is_again` asks S3 instead of the listing."""
+        """Return a path's object, or None; `is_again`: ask S3 unless the listing is relied on."""
         prefix, name = names.split_key(self._prefix + path)
         if not all(map(names.is_expressible, path.split("/"))) or names.is_private(prefix, name):
             return None

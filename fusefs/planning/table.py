@@ -1,6 +1,6 @@
 """One reader's plan: the paths that it will read, in order, and its position.
 
-A plan may have ten million entries, so an entry is no object. The plan's text is in a file on the
+A plan may have ten million entries, so entries are not objects. The plan's text is in a file on the
 cache's disk, each entry terminated by a NUL. In memory an entry takes 4 bytes for a checksum of its
 key and 4 bytes for a link; a hash table in each segment maps a checksum to its entries. If two keys
 have the same checksum (one pair in four billion), a file is fetched or evicted at the wrong time,
@@ -30,7 +30,8 @@ LARGEST_SEGMENT = 1 << 20
 # One entry in this many has its offset in the text recorded.
 BLOCK = 64
 # Share of the distinct paths by which opens may be out of order, either way: in a random order,
-# too, up to half of the opens are then expected. At most the entries in all workers' batches.
+# too, up to half of the opens are then expected. The largest window is about the number of entries
+# in all workers' batches.
 WINDOW_SHARE = 1 / 4
 LEAST_WINDOW = 8
 LARGEST_WINDOW = 8192
@@ -42,11 +43,12 @@ RECENT_OPENS = 32
 LEAST_SHARE = 0.75
 ENOUGH_SHARE = 0.9
 FIRST_SHARE = 0.87  # the initial share of a new plan
-# Most entries of one slot that are looked at.
+# The most entries of one slot that a search looks at.
 MOST_LINKS = 256
-# Number of opens within which a second open of a file is the same use; fewer for a small data set.
+# Number of opens within which a second open of a file counts as the same use; the number is lower
+# for a small data set.
 MOST_LATEST = 64
-# After this time and this many other opens without an expected one, the plan is ignored.
+# After this time and this many other opens without an expected open, the plan is ignored.
 IDLE_S = 300.0
 IDLE_OPENS = 1000
 
@@ -69,7 +71,7 @@ class Segment:
         return self._mask + 1 - len(self.marks)
 
     def add(self, marks: Sequence[int]) -> int:
-        """Add entries as far as they fit; return how many of their checksums seem to be new."""
+        """Add entries as far as they fit; return the number of checksums that seem to be new."""
         heads, links, own, mask, new = self._heads, self._links, self.marks, self._mask, 0
         number = len(own)
         for mark in marks:
@@ -98,8 +100,8 @@ class Segment:
 class Plan:
     """The plan of one reader, whose text is in an open file. Belongs to the event loop.
 
-    `prefix` is that of the mount's keys, `low` the first entry that was not opened. `jumps` counts
-    the jumps of the position.
+    `prefix` is the prefix of the mount's keys, `low` the first entry that was not opened. `jumps`
+    counts the jumps of the position.
     """
 
     def __init__(self, reader: str, prefix: str, fd: int) -> None:
@@ -124,12 +126,12 @@ class Plan:
         self._others = 0
 
     def __del__(self) -> None:
-        # Closed no earlier, because a thread may be reading it.
+        # The file is closed no earlier, because a thread may be reading it.
         os.close(self.fd)
 
     @property
     def window(self) -> int:
-        """Number of entries on either side of the farthest open where opens are expected."""
+        """Number of entries before and after the farthest open within which opens are expected."""
         return max(LEAST_WINDOW, min(LARGEST_WINDOW, int(WINDOW_SHARE * self._distinct)))
 
     @property
