@@ -93,7 +93,9 @@ TEST_LIMITS := --timeout 240 -o faulthandler_timeout=300 -o faulthandler_exit_on
 test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 lint tests
 
+# In a new clone, each worker would compile all tests: 17 s of CPU in place of 6.
 tests: $(STAMP)
+	[ -d tests/__pycache__ ] || $(BIN)/python -m pytest --collect-only --quiet > /dev/null
 	MAKEFLAGS= $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(TEST_LIMITS)
 
 # Each process has a cluster of its own, with everything in memory.
