@@ -1,4 +1,4 @@
-"""`fusefs plan` and `fusefs record`: send a mount the order of coming reads; record opens."""
+"""`fusefs plan` sends a mount the order of coming reads; `fusefs record` writes down the opens."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 QUIESCE_S = 10.0
 MOST_LINGERING = 8
 
-# A death after less time of service is a quick death, unless the daemon was killed.
+# The death of a daemon that served for less than this is a quick death, unless it was killed.
 QUICK_S = 5.0
 MOST_QUICK_DEATHS = 10
 FIRST_DELAY_S = 0.1

@@ -78,7 +78,7 @@ def spawn(
 
 
 def become(credentials: Credentials) -> None:
-    """Begin a session with default signals, as the user of `credentials`, without capabilities.
+    """Begin a session as the user of `credentials`, without capabilities; reset signal handlers.
 
     A process that runs as this user already keeps its capabilities.
     """

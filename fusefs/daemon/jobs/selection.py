@@ -145,7 +145,10 @@ class Selector:
                     nursery.start_soon(select, path)
 
     async def _neighbours(self, paths: Sequence[str]) -> tuple[list[ObjectInfo], int]:
-        """Look up sorted `paths` by listings while that pays; return objects and count of paths."""
+        """Look up the first of sorted `paths` by listings, as long as each page has enough of them.
+
+        Returns the objects, and the number of paths that were looked up.
+        """
         keys, found, at = [self._prefix + path for path in paths], list[ObjectInfo](), 0
         while len(keys) - at >= WORTH:
             common = os.path.commonprefix([keys[at], keys[-1]])  # noqa: RUF071 - keys are strings
