@@ -82,7 +82,7 @@ class Filler:
 
     `is_busy` returns True during downloads. `counted` has the numbers of blocks that were `stored`,
     `present` (stored by another node), `lost` (the file was evicted), `dropped` and `failed`, and
-    the bytes of the stored ones.
+    the bytes of the stored blocks.
     """
 
     def __init__(

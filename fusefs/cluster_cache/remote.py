@@ -125,7 +125,7 @@ class BlockBucket:
         """Check that the bucket can be listed; must succeed before any other call.
 
         Raises:
-            AttemptError: it can't be listed.
+            AttemptError: the bucket can't be listed.
         """
         for requester in (self._gets, self._puts):
             await requester.attempt(list_call(self._prefix, "/", "", 1))

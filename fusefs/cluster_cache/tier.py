@@ -77,7 +77,7 @@ class LookupOutcome(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-# Outcomes whose duration predicts that of other lookups.
+# Outcomes whose duration predicts the duration of other lookups.
 _TIMED = (LookupOutcome.HIT, LookupOutcome.MISS, LookupOutcome.LATE)
 # Outcomes after which the stored block may be useless.
 _DOUBTFUL = (LookupOutcome.LATE, LookupOutcome.FAILED, LookupOutcome.REFUSED)

@@ -44,7 +44,7 @@ MOST_BYTES = 512 << 20
 THROUGHPUT_S = 2.0
 READERS = 16
 SLOW_BYTES_S = 100e6
-# If fewer bytes arrive, no large answer does: the buffers of the connections have more room.
+# If fewer bytes arrive, no large answer arrives: the buffers of the connections alone hold more.
 STUCK_BYTES = 64 << 10
 # The smallest object for measuring throughput: a smaller one would measure only the latency.
 LEAST_MEASURED = 1 << 20

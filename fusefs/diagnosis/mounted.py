@@ -42,7 +42,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
             "the keeper replaces a silent daemon within --hang-timeout; after that see the log, "
             "and end the mount with fusefs umount --force"
         )
-        if "daemon" not in status:  # perhaps another container's, whose users need it
+        if "daemon" not in status:  # perhaps a mount of another container, whose users need it
             what_to_do = "run fusefs doctor as the user and in the container that mounted it"
         text = f"{subject.mountpoint} does not answer: {status['not_answering']}"
         yield problem("daemon", text, what_to_do)

@@ -59,7 +59,7 @@ class FusefsFileSystem(AbstractFileSystem):
     local_file = True  # `fsspec.open_local` gives paths
 
     def local_path(self, path: str, *, for_writing: bool = False) -> str:
-        """Return the local file name of a path; FileNotFoundError if no file can have its key."""
+        """Return a path's local file name; raises FileNotFoundError if its key can't be one."""
         path = self._strip_protocol(path)
         place = PLACES.find(path, for_writing=for_writing, endpoint=self._endpoint)
         key = path[len(place.location) :]
@@ -273,7 +273,7 @@ class FusefsFileSystem(AbstractFileSystem):
 
 
 def _is_renamed(source: str, target: str) -> bool:
-    """Rename `source` to `target`, or into it if it is a directory; return False between mounts.
+    """Rename `source` to `target`, or into the directory `target`; return False between mounts.
 
     `shutil.move`, as `LocalFileSystem` uses it, copies if a rename fails for any reason.
     """
