@@ -3,8 +3,8 @@
 The idle process needs a part (the interpreter, botocore, the session's buffers). The rest
 is divided among the parts that grow with use: requests under way, bytes that are read
 past the cache, listings, recently used cached files, and names that the kernel
-remembers. Each part has a limit of its own. The process may be up to 64 MiB larger, if
-all limits are reached together and because the interpreter does not free all memory.
+remembers. Each part has a limit of its own. The process may exceed the limit by up to 64 MiB
+if all parts reach their limits at once, because the interpreter does not free all memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AT_REST = 96 * MIB
 # The memory for each large body: the client's buffers, and a chunk to or from the disk.
 _PER_STREAM = 4 * MIB
 _LEAST_STREAMS = 4
-# Requests with small bodies, of at most 256 KiB, for each with a large body.
+# The number of requests with small bodies (at most 256 KiB) for each one with a large body.
 _REQUESTS_PER_STREAM = 16
 _LEAST_UNKEPT = 8 * MIB
 # The measured bytes of a listing's entry, and of a node with its name and places in tables.
@@ -37,9 +37,9 @@ class MemoryBudget:
     """The limits of the parts; `unkept` is in bytes, the other limits are numbers.
 
     `requests`: concurrent S3 requests; `streams`: concurrent requests with bodies of more
-    than 256 KiB; `unkept`: bytes that are read past the cache; `entries`: entries of
-    listings; `names`: names beyond which the daemon makes the kernel forget some; `files`:
-    cached files in memory that are not in use.
+    than 256 KiB; `unkept`: bytes that are read past the cache; `entries`: entries of listings;
+    `names`: names that the kernel may remember before the daemon makes it forget some;
+    `files`: cached files that are not in use, but have an object in memory.
     """
 
     requests: int

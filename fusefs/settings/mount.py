@@ -4,7 +4,7 @@ A setting is a field of `MountSettings`, declared by `option`: its type (`Settin
 converts it from and to text, its help is the text of `--help`. Settings have four sources,
 which all give texts by field name: flags (`--cache-size`), the environment
 (`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the input of the daemon.
-So each type has one parser, and each default one place.
+So each type needs only one parser, and each default is declared in one place.
 
 A `Layer` maps field names to `RawValue` texts. `build` merges layers; the first layer
 wins. For a text that cannot be read `build` raises `SettingsError`, whose message names
@@ -340,10 +340,10 @@ class MountSettings:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> MountSettings:
-        """Build settings from texts of `as_texts`, perhaps another version's; ignore unknown names.
+        """Build settings from `as_texts` of this or another version; ignore unknown names.
 
         Raises:
-            SettingsError: `texts` is no mapping, or as in `build`.
+            SettingsError: `texts` is no mapping of texts, or for the same reasons as in `build`.
         """
         try:
             known = {name: text for name, text in dict(texts).items() if name in _TYPES}
@@ -352,7 +352,7 @@ class MountSettings:
         return build({name: RawValue(str(text), name) for name, text in known.items()})
 
     def changed(self, changes: Layer) -> MountSettings:
-        """Return a copy of these settings with the values of `changes`; raises as `build`."""
+        """Return a copy of these settings with the values of `changes`; `build` may raise."""
         return build(
             changes, {name: RawValue(text, name) for name, text in self.as_texts().items()}
         )
@@ -378,7 +378,8 @@ _REQUIRED = frozenset(
 )
 
 
-# The settings that can't change while mounted: mount, keeper or state on the disk depend on them.
+# The settings that can't change during the mount, because the kernel's mount, the keeper or state
+# on the disk depends on them.
 FIXED = frozenset(
     (
         "source",

@@ -1,7 +1,7 @@
 """Patterns of paths, like the shell's: for `fusefs warm`, pins and settings by path.
 
-A setting by path is a list of rules with commas, such as `bucket,local:runs/**`: a rule
-is VALUE:PATTERN, or a value for all other paths. The last rule whose pattern matches
+A setting by path is a list of rules, separated by commas, such as `bucket,local:runs/**`:
+a rule is VALUE:PATTERN, or a VALUE for all other paths. The last rule whose pattern matches
 decides. Patterns of rules are relative to the root of the mount.
 
 `*`, `?` and `[…]` match within a name, `**` matches any number of directories. A pattern
@@ -44,7 +44,7 @@ def compiled(part: str, *, hides: bool = True) -> re.Pattern[str] | None:
 def matched(
     path: Sequence[str], patterns: Sequence[re.Pattern[str] | None], *, hides: bool = True
 ) -> int:
-    """Return how many leading names of a path match all `patterns`; 0 without a match."""
+    """Return the number of leading names of a path that match all `patterns`; 0 for no match."""
 
     def with_skipped(states: set[int]) -> set[int]:
         # `**` may stand for no name at all.

@@ -19,9 +19,10 @@ from fusefs.settings.types import SWITCH, Setting, plain_number
 CONFIG_VARIABLE = "FUSEFS_CONFIG"
 DEFAULT_CONFIG = Path("/etc/fusefs/config.toml")
 _PREFIX = "FUSEFS_"
-# The similarity of names, with their prefix, for a warning: one or two letters may differ.
+# The least similarity of two names, with their prefix, for a warning: they may differ in one or
+# two letters.
 _NEAR = 0.9
-# Variables with the prefix that are not settings.
+# Variables that have the prefix but are not settings.
 _OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY")
 
 
@@ -49,7 +50,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a warning for each unknown variable with a name like that of a setting."""
+    """Yield a warning for each unknown variable whose name is similar to a setting's variable."""
     variables = [setting.variable for setting in SETTINGS]
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in variables and name not in _OTHERS:
@@ -62,7 +63,8 @@ def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
 def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str = "") -> Layer:
     """Return the settings in the file that `given` (an option) or the environment names.
 
-    Without a name, DEFAULT_CONFIG is read if it exists. Raises as `from_config`.
+    If neither names a file, DEFAULT_CONFIG is read if it is readable. Raises SettingsError, like
+    `from_config`.
     """
     named = given or environment.get(CONFIG_VARIABLE)
     if not named and not os.access(DEFAULT_CONFIG, os.R_OK):
@@ -88,7 +90,7 @@ def from_config(path: Path, mountpoint: str = "") -> Layer:
     own = tables.get(mountpoint, {})
     if not isinstance(own, dict):
         raise SettingsError(f"{path}: {mountpoint}: write a table, [{json.dumps(mountpoint)}]")
-    # The output of `fusefs status --settings` has `source`, which the command line gives.
+    # `source` is in the output of `fusefs status --settings`, but the command line gives it.
     wanted = {key: value for key, value in (content | own).items() if key != "source"}
     for key, value in wanted.items():
         if key in tables:

@@ -40,7 +40,7 @@ LONGEST_DAYS = 10
 
 KIB, MIB, GIB, TIB, PIB = (1024**power for power in range(1, 6))
 
-# Both GiB and Gi, as Kubernetes writes it.
+# Both GiB and Kubernetes' form Gi.
 _BINARY = {
     unit: 1024**power
     for power, letter in enumerate("KMGTP", start=1)
@@ -51,7 +51,7 @@ _SIZE_UNITS = {"": 1, "B": 1, "kB": 1000} | _DECIMAL | _BINARY
 _AMBIGUOUS = frozenset("KMGTP")
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-# Sizes are smaller, as are offsets in files and SQLite's integers.
+# Sizes must be smaller than this, like offsets in files and SQLite's integers.
 _TOO_LARGE = 2**63
 
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -191,8 +191,8 @@ class Conflict(enum.StrEnum):
 class Durability(enum.StrEnum):
     """The place where a file is stored when fsync and close return.
 
-    AUTO is the bucket; but a close stores temporary files, and files that are appended to again
-    and again, on the disk.
+    AUTO means the bucket; but the close of a temporary file, or of a file that is appended to
+    again and again, stores it on the local disk.
     """
 
     AUTO = "auto"
@@ -204,7 +204,7 @@ EVERYWHERE_AUTO = PathRules(Durability.AUTO)
 
 
 class AttributeForm(enum.StrEnum):
-    """The form in which new objects store modes, owners and times: of s3fs, or of AWS' tools."""
+    """The form of modes, owners and times in new objects: s3fs's form, or that of AWS's tools."""
 
     S3FS = "s3fs"
     AWS = "aws"
@@ -263,7 +263,7 @@ def _parse_durability(text: str) -> PathRules[Durability]:
 
 
 def parse_source(text: str) -> MountSource:
-    """Parse `s3://BUCKET[/PREFIX]`, also with an access point's alias; ValueError if invalid."""
+    """Parse `s3://BUCKET[/PREFIX]`; BUCKET may be an access point's alias. Raises ValueError."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "s3":
         raise ValueError(
@@ -415,7 +415,7 @@ def whole_number(least: int, most: int) -> SettingType[int]:
 
 
 def choice(values: type[E]) -> SettingType[E]:
-    """Return the type of an enumeration's values, which are strings and their own texts."""
+    """Return the type of an enumeration of strings; each value is its own text."""
 
     def read(text: str) -> E:
         try:
