@@ -44,7 +44,7 @@ logger = logging.getLogger("fusefs.session")
 # Below FIRST_ID (posix/journal/records.py), and different from the offsets of "." and "..".
 NODES = DIRECTORY, PLAN, WARM, STATUS = range(8, 12)
 _NAMES = {b"plan": PLAN, b"warm": WARM, b"status": STATUS}
-# The sections of the status that are shown to all who may read.
+# The sections of the status that all users see who may read the file.
 _SHOWN = ("version", "source", "read_only", "cache", "plans", "warming", "stalls")
 # The number of lines that are processed before other tasks get their turn.
 _TURN = 500

@@ -58,7 +58,7 @@ class ProcessInspector(Protocol):
 
     @property
     def namespace(self) -> int:
-        """The PID namespace of the keeper and of requests' pids; 0 if it can't inspect them."""
+        """The PID namespace of the keeper and of requests' pids; 0 if the keeper can't inspect."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
         """Return `callers.fate(pid)`, or with an inode number `callers.holding(pid, ino)`."""
@@ -73,7 +73,7 @@ class Callers:
 
     @property
     def _sees(self) -> bool:
-        """True if the requests' pids are of this process's PID namespace, so that it knows them."""
+        """True if this process can look up requests' pids: they are of its own PID namespace."""
         keeper = self.keeper
         is_elsewhere = keeper is not None and keeper.namespace not in (0, self._namespace)
         return bool(self._namespace) and not is_elsewhere

@@ -172,7 +172,7 @@ class WriteHandlers:
         return _done(self._mutations.writer.flusher.fsync(protocol.FSYNC_IN.unpack_from(body)[0]))
 
     def _fsyncdir(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
-        # New names need no wait, as they are as durable as their objects; only removals do.
+        # Only removals need a wait: a new name is as durable as its object.
         return _done(self._mutations.fsync_directory(nodeid))
 
     def _fallocate(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:

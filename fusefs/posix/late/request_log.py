@@ -43,7 +43,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Change(NamedTuple):
-    """One change of one key; a tuple, because each change is created in less time as a tuple.
+    """One change of one key. A tuple is created in less time than an object, once per request.
 
     An object made by the change may carry any of `tokens`; `etag` is the source's ETag if the
     change copies an object with its metadata, else "".

@@ -57,8 +57,8 @@ MOST_TOKENS = 8
 class DeferredChange:
     """The new attributes (`meta`) that one object is to get; `info` is the object's version.
 
-    The change waits `since` it was made and is sent when it is `due` (trio's seconds). `sending` is
-    not None while a request is under way, which is a part of `work`; `error` is the last request's
+    The change was made at `since` and is to be sent at `due` (trio's seconds). `sending` is not
+    None while a request is under way, which is a part of `work`; `error` is the last request's
     error. `changes` counts the changes of `meta`. `tokens` are the tokens of unanswered requests
     for `info`; `token` is the next request's token, None until it is recorded.
     """

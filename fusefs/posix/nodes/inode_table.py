@@ -244,7 +244,7 @@ class InodeTable:
     def detach(self, nodes: Iterable[Inode]) -> None:
         """Separate the nodes of one file from its name, which was removed or given to another file.
 
-        The nodes become `is_removed`, and one of them the `lead` of the others.
+        Nodes of files become `is_removed`, and one of them the `lead` of the others.
         """
         nodes = [inode for inode in nodes if not inode.is_removed]
         files = [inode for inode in nodes if inode.info is not None]

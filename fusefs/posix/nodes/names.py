@@ -63,7 +63,7 @@ def is_private(prefix: str, name: str) -> bool:
 
 
 def decode(name: bytes) -> str | None:
-    """Decode a file name; None if it is not UTF-8, as all keys are."""
+    """Decode a file name; None if it is not UTF-8, so that no key can have the name."""
     try:
         return name.decode()
     except UnicodeDecodeError:

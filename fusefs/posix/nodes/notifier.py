@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class KernelNotifier:
-    """Sends notifications to the kernel; this base class sends none, and knows no process."""
+    """Sends notifications to the kernel; this base class sends none, and inspects no process."""
 
     def invalidate_attributes(self, nodeid: int) -> None:
         """Make the kernel drop a node's cached attributes; returns at once."""
@@ -19,7 +19,7 @@ class KernelNotifier:
         """Make the kernel look up all cached names again before use; returns at once."""
 
     def prune_names(self, nodeids: Sequence[int]) -> bool:
-        """Make the kernel drop those of the nodes that no program uses; False if it can't."""
+        """Make the kernel drop the nodes in `nodeids` that no program uses; False if it can't."""
         return False
 
     async def was_killed(self, pid: int) -> bool:

@@ -169,7 +169,7 @@ def _mode(text: str | None, kind: int) -> int | None:
 
     `kind` is the expected file type; a symlink's is accepted for a file. No text has the expected
     type both as a decimal and as an octal number, so the type tells the two apart. A number
-    without the type is taken as decimal.
+    without a type is taken as decimal.
     """
     value = _whole(text)
     if text is None or value is None:

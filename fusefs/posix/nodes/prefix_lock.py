@@ -36,7 +36,7 @@ class _Change:
         self._targets = targets
 
     def targets(self) -> tuple[str, ...]:
-        """The present keys of the names to change; for a closure, keys or closed prefixes."""
+        """The keys to be changed, as they are now; of a rename under way, its two prefixes."""
         return self._targets()
 
 

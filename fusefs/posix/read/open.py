@@ -384,7 +384,7 @@ class Redirects:
             log.stale(nodeid, program, is_pending=True)
 
     def looked_up(self, parent_id: int, name: str, program: int) -> bool:
-        """Note a lookup of a name; return True if an ESTALE for this process was its cause."""
+        """Note a process's lookup of a name; return True if an ESTALE was the reason for it."""
         nodeid = self._pending.pop((parent_id, name, program), None) if self._pending else None
         if nodeid is not None:
             self._log.stale(nodeid, program, is_pending=False)
