@@ -174,7 +174,7 @@ class ControlFiles:
     async def _accept(
         self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
     ) -> None:
-        """Call `work` for a text. After its first OSError, raise EINVAL for all later data."""
+        """Call `work` for a text; after an OSError, refuse the text's later data with EINVAL."""
         async with text.lock:
             if text.why:
                 raise OSError(errno.EINVAL, text.why)

@@ -83,7 +83,7 @@ class Callers:
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
-        """Return a process's fate; ask the keeper if the daemon can't see it, or its reason."""
+        """Return a process's fate; ask the keeper, which sees more, if it is UNKNOWN or EXITS."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):

@@ -352,7 +352,7 @@ class MountSettings:
         return build({name: RawValue(str(text), name) for name, text in known.items()})
 
     def changed(self, changes: Layer) -> MountSettings:
-        """Return a copy of these settings with the values of `changes`; `build` may raise."""
+        """Return a copy of these settings with the values of `changes`. Raises SettingsError."""
         return build(
             changes, {name: RawValue(text, name) for name, text in self.as_texts().items()}
         )

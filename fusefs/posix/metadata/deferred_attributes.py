@@ -223,7 +223,7 @@ class DeferredAttributes:
             self._add(entry)
 
     def _note(self, entry: DeferredChange) -> bool:
-        """Record a change that is to be sent even unrecorded; log a disk error and return False."""
+        """Record a change; if the disk fails, log that; return False. The change is sent anyway."""
         try:
             self._log.append(entry.line())
             return True

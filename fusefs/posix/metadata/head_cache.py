@@ -146,7 +146,7 @@ class HeadCache:
         return self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
-        """True if the attributes of an inode's object are unknown; else set them in the inode."""
+        """True if the attributes of an inode's object are unknown; set those that are known."""
         if inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
