@@ -77,14 +77,13 @@ def send(
     reading = manifest.Manifest(mountpoint, below, is_text=is_text)
     senders: dict[str, Sender] = {}
     bad = number = 0
+    named: list[str] = []  # bad lines that `complain` has not been told yet
 
     def refuse(at: int, why: str) -> None:
         nonlocal bad
-        bad, at = bad + 1, number + at
-        if bad >= MOST_BAD and not senders:
-            raise CommandError(f"{file} is no list of paths of {mountpoint}: line {at}: {why}")
-        if bad <= BAD_NAMED and senders:
-            complain(f"{file}:{at}: {why}")
+        bad += 1
+        if bad <= BAD_NAMED:
+            named.append(f"{number + at}: {why}")
 
     with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
         for entries in _entries(source.fileno(), separator, file):
@@ -97,13 +96,18 @@ def send(
                         senders[whose] = Sender(mountpoint, whose)
                     senders[whose].add(path)
             number += len(entries)
+            if bad >= MOST_BAD and not senders:
+                raise CommandError(f"{file} is no list of paths of {mountpoint}: line {named[0]}")
+            while named and senders:
+                complain(f"{file}:{named.pop(0)}")
             # Sent now, because a stream may continue much later.
             for sender in senders.values():
                 sender.flush()
     for sender in senders.values():
         sender.flush(is_last=True)
     if not senders:
-        raise CommandError(f"{file} names no file of {mountpoint}")
+        first = f": line {named[0]}" if named else ""
+        raise CommandError(f"{file} names no file of {mountpoint}{first}")
     if bad > BAD_NAMED:
         complain(f"{file}: {bad:,} lines in all name nothing of the mount")
     return _are_found(list(senders.values()), complain) and not bad

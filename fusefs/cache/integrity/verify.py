@@ -188,8 +188,8 @@ class Integrity:
     async def read(self, file: CacheFile, start: int, stop: int) -> bytearray | None:
         """Read the bytes [start, stop) of a pinned, open file and compare their checksums.
 
-        Returns None if some bytes are missing or can't be read now, or if some are lost on the
-        disk, wrong or without a checksum; in the last three cases the file is dropped.
+        Returns None if some bytes are missing, can't be read now or have no checksum yet, or if
+        some are lost on the disk or wrong; in the last two cases the file is dropped.
         """
         content = bytearray()
 
@@ -222,7 +222,7 @@ class Integrity:
         def work() -> OSError | Sum | None:
             sums = sums_in(self._catalog, *place, pending, start, stop)
             if only_summed and any(checksums.unsummed(wanted, sums)):
-                return OSError(errno.ENODATA, "there is no checksum of it")
+                return OSError(errno.EAGAIN, "there is no checksum of it")
             return _copy(file.fd, put, sums, run, start, stop)
 
         fault = await trio.to_thread.run_sync(work, limiter=self._threads)

@@ -431,9 +431,9 @@ class NameChanges(CreateRemove):
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
-        """True if an object whose DELETE failed still exists, with this ETag; None if unknown."""
+        """True if an object whose DELETE failed still exists, with this ETag if given; None if unknown."""
         try:
-            return (await self._store.head(key)).etag == etag
+            return etag in (None, (await self._store.head(key)).etag)
         except NotFoundError:
             return False
         except (StoreError, OSError):
@@ -443,20 +443,19 @@ class NameChanges(CreateRemove):
         """Delete the new object `made` of a failed rename if it `may_go`, else keep it.
 
         `rival`, the staged file of the new name, gets the ETag of an object that stays, which its
-        upload then replaces; without a `rival`, the listing shows an object that is kept.
+        upload then replaces; without a `rival`, the listing shows an object that stays.
         """
-        if rival is not None:
-            rival.etag = made.etag
-        elif not may_go:
-            self._directories.changed(*split_key(made.key), made)
+        is_gone = False
         try:
             if may_go:
                 await self._store.delete(made.key, made.etag)
-                if rival is not None:
-                    rival.etag = None
+                is_gone = True
         finally:
             if rival is not None:
+                rival.etag = None if is_gone else made.etag
                 self._writer.staging.try_record(rival)
+            elif not is_gone:
+                self._directories.changed(*split_key(made.key), made)
 
     def finish_switches(self) -> None:
         """Complete the switches (rename_job.py) of renames during which a process was killed."""

@@ -177,6 +177,9 @@ def test_bad_plans_get_one_line_and_disturb_nothing(
         assert why in result.stderr
         assert result.stderr.count("\n") == 1
         assert plan_of(here)["entries"] == len(FILES)
+    result = give(here, tmp_path, ["/etc/passwd", sorted(FILES)[0]], "--reader", "b")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert f"{tmp_path}/plan.txt:1: /etc/passwd" in result.stderr
     result = give(here, tmp_path, ["no/such/file", "nor/this"], "--reader", "b")
     assert result.returncode == 1
     assert "2 of the first 2 paths are not in the bucket; the first of them is" in result.stderr

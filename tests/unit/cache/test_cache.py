@@ -164,6 +164,20 @@ async def test_of_a_file_that_is_dropped_meanwhile_nothing_unsummed_is_passed_on
     parts.cache.unpin(file)
 
 
+async def test_a_file_without_checksums_yet_is_not_passed_on_and_stays(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await parts.fetch(A)
+    file = parts.cache.pin(A)
+    assert await parts.cache.ensure_open(file)
+    with monkeypatch.context() as patch:
+        patch.setattr("fusefs.cache.integrity.verify.sums_in", lambda *_: [])
+        assert await parts.cache.integrity.read(file, 0, MIB) is None
+    assert parts.cache.find(A) is file
+    assert await parts.cache.integrity.read(file, 0, MIB) is not None
+    parts.cache.unpin(file)
+
+
 async def test_a_dropped_file_is_not_learned_from_the_catalog(tmp_path: Path) -> None:
     theirs = version("b", MIB)
     async with cache_in(tmp_path) as parts, cache_in(tmp_path) as other:

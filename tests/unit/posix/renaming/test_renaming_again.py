@@ -215,6 +215,19 @@ async def test_what_a_rename_that_failed_was_to_replace_is_uploaded_by_its_close
         assert mount.store.contents() == {"a": b"a", "b": b"E"}
 
 
+async def test_a_rename_that_may_delete_nothing_leaves_both_files_to_be_seen(
+    mount: MortalMount,
+) -> None:
+    mount.store.put("a", b"a")
+    async with mount.serving() as process:
+        assert await process.listing("") == ["a"]
+        mount.store.before = failing(StoreError("refused"), ("DELETE", "a"), ("DELETE", "b"))
+        with pytest.raises(StoreError):
+            await process.rename("a", "b")
+        assert mount.store.contents() == {"a": b"a", "b": b"a"}
+        assert await process.listing("") == ["a", "b"]
+
+
 async def check(case: Case, mount: MortalMount, process: Process, handles: list[int]) -> None:
     for fh in reversed(handles):  # what was replaced is closed last
         await process.close(fh)
@@ -297,3 +310,19 @@ async def test_an_upload_whose_end_was_not_seen_leaves_no_object_behind(
             await process.unlink("a")
         await process.close(fh)
     assert mount.store.contents() == ({"b": b"data"} if is_renamed else {})
+
+
+async def test_a_rename_that_cannot_delete_what_an_unanswered_upload_left_fails(
+    mount: MortalMount,
+) -> None:
+    async with mount.killed() as process:
+        fh = await process.create("a", b"data")
+        mount.store.after = failing(DiedError, "PUT")
+        await process.close(fh)
+    mount.store.heal()
+    async with mount.serving() as process:
+        mount.store.before = failing(StoreError("refused"), ("DELETE", "a"))
+        with pytest.raises(StoreError):
+            await process.rename("a", "b", flags=1)
+        assert "a" in mount.store.contents()
+        assert "a" in await process.listing("")
