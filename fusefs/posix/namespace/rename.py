@@ -431,7 +431,7 @@ class NameChanges(CreateRemove):
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
-        """True if an object whose DELETE failed still exists, with this ETag if given; None if unknown."""
+        """True if the object of a failed DELETE exists, with `etag` if given; None if unknown."""
         try:
             return etag in (None, (await self._store.head(key)).etag)
         except NotFoundError:
