@@ -138,7 +138,7 @@ class Operations:
             return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
         entry, expires = known
         if isinstance(entry, Absent):
-            return _missing(directory)
+            return _missing(directory, expires)
         inode = self.inodes.resolve(parent, text, entry)
         has_attributes = not self.head_cache.needs_head(inode)
         is_known = has_attributes or self._is_leaving(parent, entry)
@@ -175,7 +175,7 @@ class Operations:
             # The directory was renamed meanwhile, so the listed files have other keys now.
             directory = self._directories.get(self.inodes.key(parent))
         if isinstance(entry, Absent):
-            return _missing(directory)
+            return _missing(directory, expires)
         # The name may stand for something else by now.
         inode = self.inodes.resolve(parent, name, entry)
         return self._found(inode, expires, was_asked=was_sent or expires >= began)
@@ -363,6 +363,7 @@ class Operations:
             raise OSError(errno.EACCES, "S3 refuses everything")
 
 
-def _missing(directory: Directory) -> LookupResult:
-    """The answer for a missing name; the kernel may cache it only if the TTL is infinite."""
-    return LookupResult(None, directory.most_s if math.isinf(directory.most_s) else 0.0)
+def _missing(directory: Directory, expires: float) -> LookupResult:
+    """The answer for a missing name; the kernel may cache it only if nothing makes it expire."""
+    is_lasting = math.isinf(directory.most_s) and math.isinf(expires)
+    return LookupResult(None, math.inf if is_lasting else 0.0)

@@ -499,7 +499,7 @@ class Writer(MountPart):
         try:
             return os.pwrite(fd, data, offset)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return 0
         finally:
@@ -520,7 +520,7 @@ class Writer(MountPart):
             try:
                 return await self._write_to_disk(staged, offset, data)
             except OSError as error:
-                if error.errno != errno.ENOSPC:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 await self._make_room()
                 return await self._write_to_disk(staged, offset, data)

@@ -223,6 +223,7 @@ class MortalMount:
         self.prefix = ""
         # Requests that the next process takes for begun, beside those on record.
         self.begun: set[int] = set()
+        self.ttl_s = 60.0
         # More nodes than this are too many.
         self.most_nodes = sys.maxsize
         self.backing: PassthroughFiles = PassthroughFiles(why="no kernel")
@@ -266,7 +267,7 @@ class MortalMount:
             async with trio.open_nursery() as nursery:
                 notifier = KernelNotifier()
                 inodes = InodeTable(self.prefix, journal, notifier, most=self.most_nodes)
-                directories = Directories(self.store, inodes, PathRules(60.0), nursery)
+                directories = Directories(self.store, inodes, PathRules(self.ttl_s), nursery)
                 mount_state = MountState(
                     store=self.store,
                     directories=directories,

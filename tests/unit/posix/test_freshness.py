@@ -15,9 +15,11 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import InodeTable
+from fusefs.posix.types import LookupResult
 from fusefs.settings.patterns import PathRules
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from tests.support.semantics import states
+from tests.support.survival.mortal_mount import MortalMount
 
 TTL_S = 60.0
 RULE = states(
@@ -227,3 +229,17 @@ async def test_a_page_that_was_requested_before_a_change_of_ours_is_not_relied_o
         await opened(directories)
         await opened(directories)
     assert bucket.lists == 2
+
+
+@pytest.mark.parametrize(("unsettled_s", "valid_s"), [(0.0, math.inf), (60.0, 0.0)])
+async def test_the_kernel_believes_for_ever_only_what_no_request_of_a_dead_daemon_can_change(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, unsettled_s: float, valid_s: float
+) -> None:
+    mount.ttl_s = math.inf
+    mount.store.put("file", b"")
+    monkeypatch.setattr(UnansweredChanges, "unsettled_s", unsettled_s)
+    async with mount.serving() as process:
+        for _ in range(2):
+            answer = process.operations.lookup(1, b"missing", process.caller())
+            found = answer if isinstance(answer, LookupResult) else await answer
+            assert (found.inode, found.valid_s) == (None, valid_s)

@@ -188,6 +188,28 @@ async def test_a_file_that_could_not_be_created_is_nowhere(
     assert process.store.contents() == {}
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_write_is_repeated_once_the_cache_has_made_room(
+    process: Process, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    fh = await process.create("file", b"first")
+    pwrite, room = os.pwrite, []
+
+    def write(fd: int, data: bytes, offset: int) -> int:
+        if not room:
+            raise OSError(number, os.strerror(number))
+        return pwrite(fd, data, offset)
+
+    async def make_room() -> None:
+        room.append(1)
+
+    monkeypatch.setattr(process.writer, "_make_room", make_room)
+    monkeypatch.setattr(os, "pwrite", write)
+    await process.write(fh, 5, b" second")
+    assert await process.read(fh) == b"first second"
+    assert len(room) == 1
+
+
 def test_a_record_that_the_disk_does_not_take_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
