@@ -120,7 +120,7 @@ class _FileSender:
 
 
 class _Reader:
-    """The plan of one reader, which `give` extends; `size` is its number of entries."""
+    """Sends the plan of one reader to the mount; `give` adds paths, `size` counts them."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -25,10 +25,10 @@ ANSWER_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
-    """The record of one mount: `key` is its name, `root` is its path.
+    """What the driver keeps on record of a mount: its name `key`, its mountpoint `root`.
 
-    `arguments` is PublishRequest.arguments of the mount's first publish request; `settings` are
-    the mount's MountSettings as texts, `environment` has variables of its daemon.
+    `arguments` is the part of its first publish request that must not change, as JSON; `settings`
+    are its MountSettings as texts, `environment` has environment variables of its daemon.
     """
 
     key: str

@@ -88,7 +88,7 @@ class Reconciler(threading.Thread):
             self._lock.notify()
 
     def _wait_for_turn(self, volume_id: str) -> bool:
-        """Wait for one of `AT_ONCE` turns, and take it for a volume; False if it is in progress."""
+        """Wait until a volume may be reconciled, note the start; False at once if it has begun."""
         with self._lock:
             if volume_id in self._in_progress:
                 return False

@@ -135,7 +135,7 @@ class Disk:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, use)
 
     def rename(self, name: str, generation: str, new_name: str) -> None:
-        """Rename a file within the cache; the generation stays the same."""
+        """Rename a cache file to NEW_NAME.GENERATION, as its object has a new version."""
         paths = self.path(name, generation), self.path(new_name, generation)
         self._with_folder(new_name, partial(os.rename, *paths))
 

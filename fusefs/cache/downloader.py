@@ -143,8 +143,8 @@ class Download:
 class Downloader:
     """All downloads of one mount; they run in `nursery`.
 
-    Reads past the cache take at most `unkept` bytes of memory. At most `most_parts` parts of
-    large files and `most_small` small files are fetched ahead of their readers at a time. If
+    Reads past the cache take at most `unkept` bytes of memory. `most_parts` bounds the
+    width of the path; at most `most_small` small files are fetched ahead of readers at a time. If
     `source` includes a cluster cache, `on_fetched` is called with a pinned file and the range
     that a download has brought, even if the download was cancelled, as its last reader may have
     left between the last byte and the end.

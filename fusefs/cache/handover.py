@@ -18,7 +18,10 @@ from fusefs.cache.eviction_order import EvictionOrder
 
 
 class Handover:
-    """Takes files out of one cache and returns them. Belongs to the event loop."""
+    """Moves files out of a cache for writing, and back as new versions.
+
+    Belongs to the event loop.
+    """
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Residency:
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
-        """Load the files with these names; names that the catalog lacks are ignored."""
+        """Make the files with these names known in memory, from the catalog; ignore others."""
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:

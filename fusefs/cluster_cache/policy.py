@@ -89,7 +89,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:
-        """Return True if the caller must send a probe now, and report its result afterwards."""
+        """Return True to one caller after each pause: it sends a probe, and reports the result."""
         if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
             return False
         self.state = BreakerState.PROBED

@@ -54,7 +54,7 @@ class WaitingRequest:
 
 
 class ProcessInspector(Protocol):
-    """A connection to a process that can see the mount's PID namespace: the keeper."""
+    """A connection to the keeper, which sees the processes that send requests, and what they do."""
 
     @property
     def namespace(self) -> int:

@@ -202,7 +202,7 @@ class ProcessTable:
     # --- beginning ---
 
     def start(self, program: Program, task: int) -> None:
-        """Start a daemon, and a broker for it.
+        """Start a daemon, and a broker for it; `task` is FRESH, TAKE_OVER or PREPARE (protocol.py).
 
         Raises:
             OSError: the program could not be executed.

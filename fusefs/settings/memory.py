@@ -36,8 +36,9 @@ _MOST_ENTRIES = 200_000
 class MemoryBudget:
     """The limits of the parts; `unkept` is in bytes, the other limits are numbers.
 
-    `requests`: concurrent S3 requests; `streams`: concurrent requests with bodies of more
-    than 256 KiB; `unkept`: bytes that are read past the cache; `entries`: entries of listings;
+    `requests`: concurrent S3 requests; `streams`: concurrent requests with an answer
+    of more than 256 KiB, or a body from a file; `unkept`: bytes that are read past the cache;
+    `entries`: entries of listings;
     `names`: names that the kernel may remember before the daemon makes it forget some;
     `files`: cached files that are not in use, but have an object in memory.
     """

@@ -25,7 +25,7 @@ class Priority(enum.IntEnum):
     PREFETCH = 2
 
 
-# In bytes. The engine sends a larger body from its file, and writes a larger answer to its file.
+# In bytes. A request with a larger answer counts as a stream, as does each body from a file.
 LARGE = 256 << 10
 
 # A function that returns a request's present priority, called each time a connection is free: the
@@ -343,7 +343,7 @@ class UnansweredChanges:
         return False
 
     def expected_below(self, prefix: str) -> list[ObjectInfo]:
-        """Return the objects below a prefix that unanswered changes may have overwritten."""
+        """Return the right objects of keys that late requests may have removed or replaced."""
         return []
 
     def unconfirmed_below(self, prefix: str) -> list[str]:

@@ -39,7 +39,8 @@ NEWS = 0.1
 class PathMeter:
     """Measures the path of one mount's downloads. Belongs to the event loop.
 
-    At most `most` parts of `part` bytes are allowed at a time. `latency_s` (seconds) and `rate`
+    The width is at most `most` parts of `part` bytes; the shares of many readers may add up to
+    more. `latency_s` (seconds) and `rate`
     (bytes a second, of one connection) are 0 until they have been measured.
     """
 

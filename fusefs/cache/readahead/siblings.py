@@ -83,7 +83,7 @@ class _Folder:
 
 
 class Siblings:
-    """Fetches the small files of a mount's folders ahead. Belongs to the event loop."""
+    """Fetches small files ahead in folders where programs miss some. Belongs to the event loop."""
 
     def __init__(self, downloader: Downloader, cache: FileCache, listing: Listing) -> None:
         self._downloader = downloader

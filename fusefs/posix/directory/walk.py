@@ -69,11 +69,10 @@ class Walk:
 
 
 class Walks:
-    """The recent walks, below the mount's own prefix `top`.
+    """Recognises programs that go from folder to folder below `top`, and lists folders ahead.
 
-    `fill(walk, prefix, page, fetched, has_own_key)` is called with each directory that flat
-    pages have listed completely, as a page of its own, and returns its segment; `has_own_key`:
-    the page includes the key of the directory's marker, if the directory has a marker.
+    `fill(walk, prefix, page, fetched, has_own_key)` takes the listing of one whole folder and
+    returns its segment; `has_own_key`: the listing includes the folder's marker, if there is one.
     """
 
     def __init__(

@@ -165,7 +165,11 @@ class Repairer:
         content: str | None,
         change: Change,
     ) -> None:
-        """Record the repaired state `made`; ConflictError if `expected` is outdated by now."""
+        """Record `made`, the state that the repair `change` gave a key, as the key's right state.
+
+        ConflictError if the right state is not `expected` any more: then the repair has undone a
+        newer change, and is recorded as a late request itself.
+        """
         if entry.expected is not expected:
             # This repair has undone another change, which was acknowledged meanwhile.
             entry.unanswered.append(UnansweredRequest(change, is_newer=False))

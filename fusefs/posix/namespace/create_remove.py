@@ -316,7 +316,10 @@ class CreateRemove(MountPart):
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy `source`, awaiting its repair if a late request undid it; return (version, copy)."""
+        """Copy an object to `key`; if a late request has undone it, await its repair first.
+
+        Returns (the copied version, the copy). Raises StoreError if the repair takes too long.
+        """
         until = trio.current_time() + PUT_BACK_S
         while True:
             try:

@@ -175,7 +175,7 @@ class NameChanges(CreateRemove):
         return staged.is_closed and staged.is_dirty and staged.inode.staged is staged
 
     def _is_to_be_sent(self, staged: StagedFile, old_key: str) -> bool:
-        """True if the local disk was enough for a file's old key, but is not for the new one."""
+        """True if a closed file lacks the upload that its new key demands, unlike its old one."""
         return (
             self._is_on_disk_alone(staged)
             and self._waits_for_disk(staged, old_key)

@@ -279,7 +279,7 @@ class FileState(enum.Enum):
 
     OPEN       no close or fsync has promised a program yet that the content is safe
     ABANDONED  like OPEN, but the last program that closed the file was killed
-    CLOSED     a close or fsync of a program returned, or waits:
+    CLOSED     a close or fsync of a program returned, failed, or waits for the local disk:
                the content is uploaded even if the mount ends
     LEFTOVER   like CLOSED, but from an earlier mount: another client may have replaced the object
     UNLINKED   the name is removed; the content stays for programs that have the file open

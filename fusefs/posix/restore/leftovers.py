@@ -1,10 +1,10 @@
 """Find and complete, at a mount's start, the uploads that earlier mounts have left.
 
 A mount that ended before the bucket had all changes leaves its staging directory behind
-(posix/write/staging.py). A file that a program had closed, or was closing, is staged again under
-its name and uploaded; if another client has replaced the object meanwhile, the file is uploaded
-under a name beside it. A file that no program had closed yet, for example because of a power cut,
-stays in that directory, and the log says where.
+(posix/write/staging.py). A file that a program had closed is staged again under its name and
+uploaded; if another client has replaced or removed the object meanwhile, the file is uploaded under
+a name beside it. A file that no program had closed yet, or whose close still waited for the bucket
+at a power cut, stays in that directory, and the log says where.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ on the condition that this object is still there. If the bucket refuses the requ
 4. If only attributes were changed, they are given up.
 5. Else the object stays, and the content is put under a key of its own; the program gets ESTALE.
 
-With `--conflict fail`, and for a file that is to be new (O_EXCL), only 1, 4 and 5 apply.
+With `--conflict fail`, and for a file that is to be new (O_EXCL), only 1, 4 and 5 apply. What an
+earlier mount left (LEFTOVER) is sent on that condition in any case, and 2 does not apply to it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ class _Queue:
 
 
 class ConnectionBudget:
-    """The connection budget of one store. Belongs to the event loop."""
+    """Lends the connections of one store to requests by priority, fewer while S3 throttles.
+
+    Belongs to the event loop.
+    """
 
     def __init__(
         self, maximum: int, nursery: trio.Nursery, next_budget: ConnectionBudget | None = None
@@ -102,7 +105,7 @@ class ConnectionBudget:
         return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:
-        """Halve the permitted connections, at most every 0.1 s: S3 throttled a request."""
+        """Halve the permitted connections, at most every 0.1 s, unless there is a rate limit."""
         now = trio.current_time()
         # With a rate limit, fewer connections would only leave a part of the rate unused.
         if self.rate.limit is None and now - self._backed_off >= BACK_OFF_EVERY_S:
@@ -216,7 +219,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the next waiter: one passed over too often, else the most urgent; None if none."""
+        """Return the waiter that may go now: one often passed over, else the most urgent."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)
