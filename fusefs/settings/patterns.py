@@ -79,7 +79,7 @@ class PathRules(Generic[Value]):
     rules: tuple[tuple[Value, str], ...] = ()
 
     def of(self, path: str) -> Value:
-        """Return the setting's value for a path below the root of the mount: the last matching rule's."""
+        """Return the value for a path below the root of the mount: the last matching rule's."""
         return _of(self, path) if self.rules else self.otherwise
 
     @property
