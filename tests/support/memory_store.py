@@ -26,6 +26,7 @@ from fusefs.store.interface import (
     UnansweredChanges,
     Write,
 )
+from fusefs.store.s3 import head
 from fusefs.store.s3.multipart import Upload
 
 SECOND_NS = 1_000_000_000
@@ -41,7 +42,7 @@ class MemoryStore:
     """A bucket in memory. Each change is a second after the one before.
 
     It keeps tokens with copies of other metadata alone, and of conditions it knows IF_ABSENT and
-    ETags of deletes.
+    ETags of deletes. It refuses metadata that can't be sent, as `S3Store` does.
 
     `before` and `after` are called around each request with its name and key,
     and may raise; `pause` is how long one takes. `page_size` is the most that one
@@ -154,6 +155,7 @@ class MemoryStore:
             await sink.write(start, memoryview(found.data)[start:stop])
 
     async def put_file(self, key: str, fd: int, size: int, write: Write = PLAIN) -> ObjectInfo:
+        head.check(write.metadata or {})
         async with self._request("PUT", key):
             if write.condition == IF_ABSENT and key in self.objects:
                 raise ExistsError(key)
@@ -163,6 +165,7 @@ class MemoryStore:
     async def copy(
         self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN, *_: object
     ) -> ObjectInfo:
+        head.check(write.metadata or {})
         version = source.version if isinstance(source, ObjectInfo) else source
         async with self._request("COPY", key):
             found = self._get(version.key)

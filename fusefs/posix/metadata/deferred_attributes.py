@@ -14,6 +14,7 @@ with a warning in the log.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
 import logging
@@ -391,17 +392,23 @@ class DeferredAttributes:
         except (NotFoundError, StaleVersionError) as error:
             if await self._may_come_back(entry, error):
                 return
-            logger.warning("%s was replaced or removed: its attributes are given up", entry.key)
-            if self._by_key.get(entry.key) is entry:  # else the key has a newer change by now
-                self.drop(entry.key)
-            self._lost(entry.info)
+            self._lose(entry, "was replaced or removed")
         except (StoreError, OSError) as error:
             self._failed(entry, error)
+        except Exception as error:  # the next process would meet the fault as well
+            entry.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
+            self._lose(entry, f"cannot be changed ({entry.error.strerror})")
         else:
             # Shielded: other changes of the key wait until the new version is shown.
             with trio.CancelScope(shield=True):
                 await self._landed(entry.info, info)
             self._sent(entry, changes, info)
+
+    def _lose(self, entry: DeferredChange, why: str) -> None:
+        logger.warning("%s %s: its attributes are given up", entry.key, why)
+        if self._by_key.get(entry.key) is entry:  # else the key has a newer change by now
+            self.drop(entry.key)
+        self._lost(entry.info)
 
     async def _may_come_back(self, entry: DeferredChange, error: StoreError) -> bool:
         """True if a late request may have undone a version, so that a repair will put it back.

@@ -31,6 +31,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
+from fusefs.store.s3.head import sendable
 
 # The permission bits that are read from a bucket, and written to it.
 PERMISSIONS = 0o1777
@@ -145,7 +146,7 @@ def read(metadata: Mapping[str, str], default: Meta) -> Meta:
         default.gid if gid is None else gid,
         read_time(metadata),
         _read_xattrs(metadata.get("xattr")),
-        tuple(pair for pair in metadata.items() if pair[0] not in _OWN and _is_header(pair[1])),
+        tuple(pair for pair in sendable(metadata).items() if pair[0] not in _OWN),
         form or default.form,
         frozenset(name for name, value in found if value is None),
     )
@@ -229,8 +230,3 @@ def _read_xattrs(text: str | None) -> tuple[tuple[str, bytes], ...]:
         return tuple((name, base64.b64decode(value)) for name, value in values.items())
     except (ValueError, TypeError, AttributeError, RecursionError):
         return ()
-
-
-def _is_header(value: str) -> bool:
-    """True if a value can be sent again in a header: it is not empty, and printable ASCII."""
-    return bool(value) and value.isascii() and value.isprintable() and value == value.strip()

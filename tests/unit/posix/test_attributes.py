@@ -25,6 +25,7 @@ from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
+from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Write
 from tests.support.memory_store import HeldCopies, MemoryStore, failing
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
@@ -140,6 +141,29 @@ async def test_what_was_refused_is_refused_when_it_is_requested_again(mount: Mor
             inode = await process.node("file")
             with pytest.raises(FileExistsError):
                 await mutations(process).setxattr(inode.nodeid, b"user.a", b"2", CREATE, caller)
+
+
+async def test_a_change_takes_along_what_can_be_sent_of_the_other_metadata(
+    process: Process,
+) -> None:
+    process.store.put("file", b"x", **{"": "v", "a@b": "v", "empty": "", "kept": "v"})
+    await process.set_attributes("file", mode=0o600)
+    await process.writer.deferred.flush("file")
+    own = {"mode", "mtime", CHANGE}
+    assert process.store.metadata("file").keys() - own == {"kept"}
+
+
+async def test_a_change_that_meets_a_fault_is_given_up(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next process would adopt it and meet the fault as well."""
+    process.store.put("file", b"x")
+    await process.set_attributes("file", mode=0o600)
+    process.store.before = failing(LookupError("no name"), "COPY")
+    with pytest.raises(OSError, match="no name"):
+        await process.writer.deferred.flush("file")
+    assert not len(process.writer.deferred)
+    assert ["file cannot be changed" in line for line in caplog.messages] == [True]
 
 
 async def test_attributes_beside_much_other_metadata_have_no_room(process: Process) -> None:
