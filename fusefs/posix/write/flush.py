@@ -272,6 +272,9 @@ class Flusher(MountPart):
         """
         if delay_s is not None:
             await staged_sums.note(staged)
+            if not staged.is_dirty:
+                return  # uploaded or removed meanwhile
+            staged.check_kept()
             await self._staging.make_safe(staged)
             self.uploads.note_closed()
             self.uploads.start(staged, delay_s)

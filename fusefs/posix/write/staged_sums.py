@@ -33,8 +33,9 @@ async def note(staged: StagedFile) -> None:
         return
     changes = staged.changes
     found = await _sum_of(staged)
-    # A thread that is writing holds the lock.
-    if staged.changes == changes and staged.base is None and not staged.lock.locked():
+    # A thread that is writing holds the lock. A released file's descriptor may be another file's.
+    is_same = staged.changes == changes and staged.inode.staged is staged
+    if is_same and staged.base is None and not staged.lock.locked():
         staged.sum = found
         with contextlib.suppress(OSError):
             os.setxattr(staged.fd, ATTRIBUTE, found.to_bytes(4, "big"))

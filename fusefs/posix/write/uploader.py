@@ -300,6 +300,7 @@ class Uploader(UploadSteps):
             for is_last in (*(False,) * MOST_CONFLICTS, True):
                 if not staged.is_dirty:
                     return  # the file was removed while this task waited for the lock
+                staged.check_kept()  # `give_up` may have closed the descriptor meanwhile
                 try:
                     await self._send(staged, attempt)
                     return

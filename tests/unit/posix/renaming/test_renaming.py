@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -353,7 +354,11 @@ async def test_a_link_replaces_nothing_that_another_node_has_just_made(process: 
     assert await process.listing() == ["lock"]
 
 
-async def test_a_link_is_made_where_the_store_knows_no_conditions(process: Process) -> None:
+async def test_a_link_is_made_without_conditions_and_temporary_files(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMPDIR may be full, or on the mount."""
+    monkeypatch.setattr(tempfile, "tempdir", "/missing")
     put_file = process.store.put_file
 
     async def put_without(key: str, fd: int, size: int, write: Write) -> ObjectInfo:
