@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse like argparse; for an unknown option, exit with an error of this subcommand."""
+        """Parse like argparse, but exit for an unknown option; the error names this subcommand."""
         found, rest = super().parse_known_args(args, namespace)
         for word in rest:
             if word.startswith("-") and word != "-":

@@ -1,10 +1,10 @@
 """The division of the memory that one mount's daemon may use (`--memory-limit`).
 
-The idle process needs a part (the interpreter, botocore, the session's buffers). The rest
-is divided among the parts that grow with use: requests under way, bytes that are read
-past the cache, listings, recently used cached files, and names that the kernel
-remembers. Each part has a limit of its own. The process may exceed the limit by up to 64 MiB
-if all parts reach their limits at once, because the interpreter does not free all memory.
+The idle process needs a part (the interpreter, botocore, buffers for the kernel's requests). The
+rest is divided among the parts that grow with use: requests to S3, bytes that are read from S3
+without being cached, listings, recently used cached files, and names that the kernel remembers.
+Each part has a limit of its own. The process may exceed the limit by up to 64 MiB if all parts
+reach their limits at once, because the interpreter does not free all memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MOST_ENTRIES = 200_000
 class MemoryBudget:
     """The limits of the parts; `unkept` is in bytes, the other limits are numbers.
 
-    `requests`: concurrent S3 requests; `streams`: concurrent requests with an answer
-    of more than 256 KiB, or a body from a file; `unkept`: bytes that are read past the cache;
-    `entries`: entries of listings;
-    `names`: names that the kernel may remember before the daemon makes it forget some;
-    `files`: cached files that are not in use, but have an object in memory.
+    `requests`: concurrent S3 requests; `streams`: concurrent requests with an answer of more than
+    256 KiB, or a body from a file; `unkept`: bytes in memory that were read from S3 without being
+    cached; `entries`: entries of listings;
+    `names`: names that the kernel may remember before the daemon makes the kernel forget some;
+    `files`: cached files that are not in use, but have a Python object in memory.
     """
 
     requests: int
@@ -52,7 +52,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(limit: int) -> MemoryBudget:
-        """Return the division of `limit` bytes; a limit below LEAST counts as LEAST."""
+        """Divide a memory limit of `limit` bytes; a limit below LEAST counts as LEAST."""
         free = max(limit, LEAST) - _AT_REST
         return MemoryBudget(
             requests=max(_LEAST_STREAMS, free // _PER_STREAM) * _REQUESTS_PER_STREAM,

@@ -3,7 +3,7 @@
 A setting is a field of `MountSettings`, declared by `option`: its type (`SettingType`)
 converts it from and to text, its help is the text of `--help`. Settings have four sources,
 which all give texts by field name: flags (`--cache-size`), the environment
-(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the input of the daemon.
+(`FUSEFS_CACHE_SIZE`), a TOML file (`cache-size = "50GiB"`) and the daemon's standard input.
 So each type needs only one parser, and each default is declared in one place.
 
 A `Layer` maps field names to `RawValue` texts. `build` merges layers; the first layer
@@ -67,7 +67,7 @@ from fusefs.settings.types import (
 
 
 class SettingsError(ValueError):
-    """A setting cannot be read; the message is one line for the user."""
+    """A setting is invalid, missing or contradicts another; the message is a line for the user."""
 
 
 def default_cache_dir() -> Path:
@@ -83,7 +83,7 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountSettings:
-    """All settings of one mount. Every field but the first two is an option."""
+    """All settings of one mount. Every field but the first two is declared by `option`."""
 
     source: MountSource
     mountpoint: Path
@@ -326,7 +326,7 @@ class MountSettings:
 
     @property
     def mount_request(self) -> MountRequest:
-        """The request for mount(2) or fusermount3."""
+        """The arguments with which mount(2) or fusermount3 makes this mount."""
         source = str(self.source)
         return MountRequest(source, self.mountpoint, self.allow_other, self.read_only, self.noexec)
 
@@ -340,7 +340,7 @@ class MountSettings:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> MountSettings:
-        """Build settings from `as_texts` of this or another version; ignore unknown names.
+        """Build settings from texts of `as_texts`, also of another version; ignore unknown names.
 
         Raises:
             SettingsError: `texts` is no mapping of texts, or for the same reasons as in `build`.
@@ -477,7 +477,7 @@ def _refuse_cluster_cache(settings: MountSettings, layer: Layer) -> None:
 
 
 def _is_same_place(place: MountSource, settings: MountSettings) -> bool:
-    """True if the cluster cache at `place` and the mount's source have keys in common."""
+    """True if some keys would belong both to the cluster cache at `place` and to the mount."""
     prefixes = place.prefix, settings.source.prefix
     return (
         place.bucket == settings.source.bucket

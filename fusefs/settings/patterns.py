@@ -73,13 +73,13 @@ def matched(
 
 @dataclass(frozen=True, slots=True)
 class PathRules(Generic[Value]):
-    """The values of a setting by path: the last rule whose pattern matches decides."""
+    """A setting's values by path: the last matching rule's, or `otherwise` if no rule matches."""
 
     otherwise: Value
     rules: tuple[tuple[Value, str], ...] = ()
 
     def of(self, path: str) -> Value:
-        """Return the value for a path below the root of the mount: the last matching rule's."""
+        """Return the value for `path`, which is relative to the root of the mount."""
         return _of(self, path) if self.rules else self.otherwise
 
     @property
@@ -88,7 +88,7 @@ class PathRules(Generic[Value]):
         return self.otherwise, *(value for value, _ in self.rules)
 
     def shown(self, show: Callable[[Value], str] = str) -> str:
-        """Return the rules as text, which `parse_rules` reads."""
+        """Return the rules as text for `parse_rules`; `show` converts one value to text."""
         rules = (f"{show(value)}:{pattern}" for value, pattern in self.rules)
         return ",".join([show(self.otherwise), *rules])
 
@@ -105,10 +105,12 @@ def _of(rules: PathRules[Any], path: str) -> Any:
 
 
 def parse_rules(text: str, read: Callable[[str], Value], default: Value) -> PathRules[Value]:
-    """Parse rules such as `bucket,local:runs/**`, whose values `read` parses.
+    """Parse rules such as `bucket,local:runs/**`; `read` parses one value.
+
+    `default` is for paths that no rule matches, unless the text has a VALUE without a pattern.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: a value or a pattern is invalid, or two values have no pattern.
     """
     otherwise: list[Value] = []
     rules: list[tuple[Value, str]] = []

@@ -27,7 +27,7 @@ _OTHERS = (CONFIG_VARIABLE, "FUSEFS_RUNTIME_DIRECTORY")
 
 
 def split_options(text: str) -> list[str]:
-    """Split the options of one `-o` at commas, except commas within values of settings."""
+    """Split the text of one flag `-o` (A,B=C) at commas, except commas within settings' values."""
     further = {setting.name: setting.type.further for setting in SETTINGS}
     options: list[str] = []
     for part in text.split(","):
@@ -61,10 +61,10 @@ def mistyped(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str = "") -> Layer:
-    """Return the settings in the file that `given` (an option) or the environment names.
+    """Return the settings in the TOML file at the path `given`, a flag's value or None.
 
-    If neither names a file, DEFAULT_CONFIG is read if it is readable. Raises SettingsError, like
-    `from_config`.
+    For None the variable FUSEFS_CONFIG names the file, else DEFAULT_CONFIG is read if it is
+    readable. `mountpoint` and SettingsError are as in `from_config`.
     """
     named = given or environment.get(CONFIG_VARIABLE)
     if not named and not os.access(DEFAULT_CONFIG, os.R_OK):

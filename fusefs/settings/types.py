@@ -377,7 +377,7 @@ def _parse_kms_key(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SettingType(Generic[T]):
-    """The conversions of one type of settings: `read` from text, `show` to text.
+    """One type of settings: `read` parses a value from text, `show` converts a value to text.
 
     `read` raises ValueError. With `takes_numbers` a TOML file may contain a bare number. If a
     value may contain commas, `further` matches each part after a comma, so that the part is
