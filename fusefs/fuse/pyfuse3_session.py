@@ -27,6 +27,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.operations import Operations
 from fusefs.posix.types import Answer, Caller, NameKind, NewAttributes
+from fusefs.store.errors import StoreError
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.stalls import served
@@ -334,7 +335,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             with served():
                 yield
             self.times.answered(opcode, began)
-        except OSError as error:
+        except (OSError, StoreError) as error:
             self.times.failed(opcode, began, error.errno)
             raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
         except Exception as error:  # an unexpected error must not end the mount

@@ -43,6 +43,7 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.operations import Operations
 from fusefs.posix.read.read import MAX_READ
 from fusefs.posix.types import Caller, InFile
+from fusefs.store.errors import StoreError
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
 from fusefs.telemetry.stalls import served
@@ -318,7 +319,7 @@ class Session:
         body = self._buffer[_IN_HEADER_SIZE : size - 8 * extension]
         try:
             result = handler(nodeid, body, Caller(unique & _UNMARKED, uid, gid, pid))
-        except OSError as error:
+        except (OSError, StoreError) as error:
             self._reply_error(unique, error)
             times.failed(opcode, began, error.errno, times.period)
             return
@@ -379,7 +380,7 @@ class Session:
             if waiting.scope.cancelled_caught:
                 self._reply_error(unique, OSError(errno.EINTR, "interrupted"))
                 self.times.failed(waiting.opcode, waiting.since, errno.EINTR)
-        except OSError as error:
+        except (OSError, StoreError) as error:
             self._reply_error(unique, error)
             self.times.failed(waiting.opcode, waiting.since, error.errno)
         except Exception:
@@ -401,7 +402,7 @@ class Session:
         except OSError as error:
             note_lost_reply(error)
 
-    def _reply_error(self, unique: int, error: OSError) -> None:
+    def _reply_error(self, unique: int, error: OSError | StoreError) -> None:
         number = error.errno or errno.EIO
         if number == errno.EIO:
             logger.info("answering EIO: %s", error)

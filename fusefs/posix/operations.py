@@ -47,6 +47,7 @@ from fusefs.posix.types import (
 from fusefs.posix.write.removals import Removals, StoreAfterRemovals
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
+from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo
 
 # With a smaller metadata TTL, rewinddir lists the directory again.
@@ -307,14 +308,21 @@ class Operations:
 
     async def readlink(self, nodeid: int) -> bytes:
         """Read the target of a symbolic link; EINVAL if the inode is no symbolic link."""
-        inode = self.inodes.get(nodeid)
+        return await waiting(self._readlink(self.inodes.get(nodeid)))
+
+    async def _readlink(self, inode: Inode) -> bytes:
         await self.head_cache.learn(inode)
         if inode.info is None or not self.head_cache.meta(inode).is_symlink:
             raise OSError(errno.EINVAL, "not a symbolic link")
         info = inode.info
         if info.size > LONGEST_TARGET:
             raise OSError(errno.ENAMETOOLONG, f"the target of a link of {info.size} bytes")
-        return bytes(await self.downloader.read_unkept(info.version, 0, info.size))
+        try:
+            return bytes(await self.downloader.read_unkept(info.version, 0, info.size))
+        except (NotFoundError, StaleVersionError):
+            # The kernel looks the name up again, and follows the link that is there now.
+            self._state.mark_stale(inode)
+            raise OSError(errno.ESTALE, "the link has been replaced") from None
 
     def getxattr(self, nodeid: int, name: str) -> Answer[bytes]:
         self._refuse_if_shut()

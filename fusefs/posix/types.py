@@ -189,7 +189,7 @@ async def find(store: Store, key: str) -> ObjectInfo | None:
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:
-    """Await an operation; raise its StoreError as an OSError (this is done nowhere else)."""
+    """Await an operation; raise its StoreError as an OSError."""
     try:
         return await answer
     except StoreError as error:

@@ -216,7 +216,8 @@ class Mutations(MountPart):
     async def _created(
         self, answer: Coroutine[Any, Any, tuple[Inode, OpenResult]], name: Name
     ) -> tuple[Inode, OpenResult]:
-        return await self._go_on(self.changes.below(name, answer), lambda made: self._forget(*made))
+        work = waiting(self.changes.below(name, answer))
+        return await self._go_on(work, lambda made: self._forget(*made))
 
     def _forget(self, inode: Inode, opened: OpenResult) -> None:
         """Release a new node and its handle, as their request was cancelled before the reply."""

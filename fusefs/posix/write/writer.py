@@ -102,7 +102,7 @@ class Writer(MountPart):
             is_missing = known is not None and isinstance(known[0], Absent)
             is_reserved = not is_missing or self.exclusive.is_reserved(prefix, name, caller.pid)
         if (flags & os.O_EXCL and is_reserved) or (made is not None and made.staged is not None):
-            return waiting(self._create_later(parent, name, meta, flags, caller))
+            return self._create_later(parent, name, meta, flags, caller)
         info = ObjectInfo(prefix + name, 0, "", time.time_ns())
         return self._created(parent, name, info, meta, flags, caller)
 
@@ -555,7 +555,7 @@ class Writer(MountPart):
                 self.staging.charge(staged, offset + length)
             staged_sums.forget(staged)
             if staged.base is not None:
-                await self._allocate_edited(staged, staged.base, offset, length, mode)
+                await waiting(self._allocate_edited(staged, staged.base, offset, length, mode))
             else:
                 await trio.to_thread.run_sync(
                     allocate, staged.fd, mode, offset, length, limiter=self._disk

@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from fusefs.fuse.protocol import Opcode
 from fusefs.fuse.session import Session
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.read.read import MAX_READ
+from fusefs.store.errors import AccessDeniedError
 from tests.support.survival.mortal_mount import MortalMount
 
 CONTENT = os.urandom(3 * MAX_READ)
@@ -127,6 +129,26 @@ async def test_a_long_read_of_a_served_handle(
         assert session.times.counts[Opcode.READ] == 3
         assert not session.waiting
         session.stop_reading()
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_error_of_the_bucket_ends_one_request_and_not_the_session(
+    tmp_path: Path, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    """Also an error that an operation has not turned into an OSError."""
+    end, its = ends
+    its.setblocking(False)
+    end.settimeout(20)
+    async with MortalMount(tmp_path).serving() as process, trio.open_nursery() as nursery:
+        process.operations.getattr = Mock(side_effect=AccessDeniedError)
+        process.operations.readlink = AsyncMock(side_effect=AccessDeniedError)
+        session = Session(its.fileno(), process.operations, Journal(None), has_fast_path=False)
+        nursery.start_soon(session.run)
+        for unique, opcode in ((2, Opcode.GETATTR), (4, Opcode.READLINK)):
+            size = protocol.IN_HEADER.size
+            end.send(protocol.IN_HEADER.pack(size, opcode, unique, 1, 0, 0, 1, 0, 0))
+            reply = await trio.to_thread.run_sync(end.recv, HEADER.size)
+            assert HEADER.unpack_from(reply) == (HEADER.size, -errno.EACCES, unique)
         nursery.cancel_scope.cancel()
 
 

@@ -24,7 +24,7 @@ from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
 from fusefs.settings.patterns import PathRules
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Write
 from tests.support.memory_store import HeldCopies, MemoryStore, failing
@@ -248,6 +248,21 @@ async def test_what_is_too_long_for_a_target_is_not_read(process: Process, size:
     with pytest.raises(OSError, match=rf"\[Errno {errno.ENAMETOOLONG}\]"):
         await process.operations.readlink(nodeid)
     assert process.store.count("GET") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "number"), [(StoreError, errno.EIO), (NotFoundError, errno.ESTALE)]
+)
+async def test_a_target_that_cannot_be_read(
+    process: Process, error: type[StoreError], number: int
+) -> None:
+    """After ESTALE the kernel looks the name up again: another node has replaced the link."""
+    process.store.put("link", b"target", mode=str(stat.S_IFLNK | 0o777))
+    link = await process.node("link")
+    process.store.before = failing(error("no answer"), "GET")
+    with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
+        await process.operations.readlink(link.nodeid)
+    assert link.is_current is (number == errno.EIO)
 
 
 NAMES = [f"{number:03}" for number in range(100)]

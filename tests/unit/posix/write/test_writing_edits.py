@@ -9,9 +9,12 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import upload_steps
 from fusefs.posix.write.sparse_edit import BaseLostError
+from fusefs.store.errors import UnreachableError
+from tests.support.memory_store import failing
 from tests.support.survival.mortal_mount import MortalMount, Process
 
 MIB = 1 << 20
@@ -37,6 +40,13 @@ async def test_attributes_of_an_object_that_was_replaced_put_no_holes_in_its_pla
     with pytest.raises(OSError, match="replaced"):
         await answer
     assert process.store.contents() == {"file": THEIRS}
+
+
+async def test_a_hole_whose_page_cannot_be_fetched(process: Process) -> None:
+    fh = await process.open("file", os.O_RDWR)
+    process.store.before = failing(UnreachableError("no answer"), "GET")
+    with pytest.raises(OSError, match="no answer"):
+        await process.writer.allocate(fh, 9 * MIB + 100, 5000, PUNCH_HOLE | KEEP_SIZE)
 
 
 async def test_a_large_file_that_is_open_for_writing_is_not_younger_for_being_read(
