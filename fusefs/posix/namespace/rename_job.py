@@ -164,7 +164,7 @@ class RenameJobs:
             is_here = old.startswith(self._prefix) and new.startswith(self._prefix)
         except FileNotFoundError:
             return  # another mount has just finished it
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.error("%s is damaged, a rename may be half done: %r", path, error)
             return
         if source != self._staging.source or not is_here:
@@ -201,12 +201,14 @@ class RenameJobs:
         self._switches = []
 
     def _is_served(self, mount: str) -> bool:
-        """True if the other mount of this name still has a process, which locks its directory."""
+        """True if the other mount of this name has, or may have, a process: it locks its directory."""
         try:
             directory = self._staging.directory.parent / mount
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError:
+            return True
         try:
             return not files.try_lock(fd)
         finally:
@@ -377,6 +379,9 @@ class RenameJobs:
 
     def _end(self, job: RenameJob) -> None:
         self._unfinished.remove(job)
-        job.path.unlink(missing_ok=True)
+        try:
+            job.path.unlink(missing_ok=True)
+        except OSError as error:  # changes that wait for the rename go on all the same
+            logger.error("%s is the record of a rename that has ended: %s", job.path, error)
         self._ended(job.old, job.new, is_ours=job.is_ours)
         self._prefix_lock.open(job.closure)

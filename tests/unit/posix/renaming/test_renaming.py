@@ -10,6 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.daemon import status
+from fusefs.linux import files
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError, UnsupportedError
@@ -260,6 +261,7 @@ async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> N
 @pytest.mark.parametrize(
     ("record", "why"),
     [
+        (None, "damaged"),
         (b"{", "damaged"),
         (b"[]", "damaged"),
         (b"\xff", "damaged"),
@@ -268,15 +270,37 @@ async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> N
     ],
 )
 async def test_a_record_that_cannot_be_used_ends_no_mount(
-    mount: MortalMount, record: bytes, why: str, caplog: pytest.LogCaptureFixture
+    mount: MortalMount, record: bytes | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = mount.directory / "renames" / "1.json"
     path.parent.mkdir()
-    path.write_bytes(record)
+    if record is None:
+        path.mkdir()
+    else:
+        path.write_bytes(record)
     async with mount.serving() as process:
         assert process.changes.renames.describe() == []
     assert [why in line for line in caplog.messages] == [True]
-    assert path.read_bytes() == record
+    assert path.is_dir() or path.read_bytes() == record
+
+
+async def test_a_disk_that_is_read_only_blocks_nothing(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither changes below the directory whose rename fails, nor the daemon."""
+    fill(process.store, "old/", 1)
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace", refuse)
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            await process.rename("old", "new")
+    with trio.fail_after(5):
+        await process.mkdir("old/made")
+    assert process.changes.renames.describe() == []
 
 
 async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(
