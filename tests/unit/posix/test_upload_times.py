@@ -1,11 +1,13 @@
-"""Uploads under local durability wait for a pause between closes."""
+"""Uploads that a close does not wait for: when they begin, and when they no longer may."""
 
+import os
 from pathlib import Path
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from fusefs.posix.write import flush
 from fusefs.posix.write.flush import LATER_S
 from fusefs.posix.write.uploader import QUIET_S
 from tests.support.semantics import states
@@ -42,3 +44,20 @@ async def test_an_upload_waits_while_others_are_closed(
     tmp_path: Path, autojump_clock: MockClock, limit: int | None, waits_s: float
 ) -> None:
     assert await sent_after_s(tmp_path, limit=limit) == pytest.approx(waits_s)
+
+
+async def test_a_delayed_upload_that_is_given_up_sends_no_other_file(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush, "SHORTEST_S", 0.1)
+    process.store.put("log", b"0")
+    for number in range(1, flush.WAITING + 2):
+        fh = await process.open("log", os.O_WRONLY | os.O_APPEND)
+        await process.write(fh, number, b"%d" % number, is_appended=True)
+        await process.close(fh)
+    (staged,) = process.writer.staging.pending
+    await process.writer.backlog.give_up("log")
+    await process.create("other", b"other")
+    assert [file.fd for file in process.writer.staging] == [staged.fd]
+    await process.writer.uploads.ended(staged)
+    assert process.store.contents() == {"log": b"01234"}
