@@ -14,8 +14,8 @@ recognised by the recorded token, or by the modification time in the metadata.
 from __future__ import annotations
 
 import errno
+import os
 import stat
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -177,9 +177,10 @@ class CreateRemove(MountPart):
             meta = self._owner.of_new(stat.S_IFLNK | 0o777, caller.uid, caller.gid)
             meta = meta.changed(mtime_ns=time.time_ns())
             self._begin(caller)
-            with tempfile.TemporaryFile() as file:
+            # Not in TMPDIR, which may be on this mount: the daemon would wait for itself.
+            memory = os.memfd_create("fusefs-link", os.MFD_CLOEXEC)
+            with os.fdopen(memory, "wb", buffering=0) as file:
                 file.write(target)
-                file.flush()
 
                 async def put(condition: Condition) -> ObjectInfo:
                     write = Write(meta.as_metadata(), condition=condition)
