@@ -201,7 +201,7 @@ class RenameJobs:
         self._switches = []
 
     def _is_served(self, mount: str) -> bool:
-        """True if the other mount of this name has, or may have, a process: it locks its directory."""
+        """True if the other mount of this name has, or may have, a process (it locks `mount`)."""
         try:
             directory = self._staging.directory.parent / mount
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
