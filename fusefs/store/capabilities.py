@@ -34,7 +34,8 @@ FORMAT = 3
 class Capabilities:
     """The capabilities of a store: True, False, or None if unknown.
 
-    `conditions`: the store honours conditions of PUTs; `checksums`: it compares bodies' CRC32s.
+    `conditions`: the store honours conditions of PUTs (with `--conflict fail`: those of upload
+    completions); `checksums`: the store compares the CRC32s of requests' bodies.
     """
 
     conditions: bool | None = None
@@ -57,7 +58,7 @@ def _path(directory: Path, identity: str) -> Path:
 
 
 def load(directory: Path, identity: str) -> Capabilities | None:
-    """Return a bucket's saved capabilities, or None if there are none of the last day. Blocks."""
+    """Load the capabilities of the store `identity`; None if none were saved in a day. Blocks."""
     path = _path(directory, identity)
     try:
         age_s = time.time() - path.stat().st_mtime
@@ -68,7 +69,7 @@ def load(directory: Path, identity: str) -> Capabilities | None:
 
 
 def save(directory: Path, identity: str, found: Capabilities) -> None:
-    """Save a bucket's capabilities atomically; an error of the disk is only logged. Blocks."""
+    """Save the capabilities of the store `identity` atomically; only log disk errors. Blocks."""
     text = json.dumps(asdict(found))
     try:
         files.replace(_path(directory, identity), text, suffix=f".{os.getpid()}")

@@ -25,7 +25,7 @@ from fusefs.store.s3.multipart import Upload
 class Store(Source, Protocol):
     """One bucket. All methods raise `StoreError`. `tokens` mark the mount's changes (fencing.py).
 
-    `unanswered` has the changes that S3 may still carry out, over the objects that it shows now.
+    `unanswered` has the sent changes that S3 has not answered, and may still carry out.
     """
 
     tokens: TokenSource
@@ -72,7 +72,7 @@ class Store(Source, Protocol):
         """
 
     async def begin_upload(self, key: str, write: Write = PLAIN) -> Upload:
-        """Begin a multipart upload of any size; `complete` ends it.
+        """Begin a multipart upload of a file of any size; `complete` makes it an object.
 
         Raises:
             ValueError: the metadata can't be sent.
@@ -119,9 +119,9 @@ class Store(Source, Protocol):
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
         """Delete an object; no error if there is none.
 
-        With a (quoted) `etag`, and if the store honours it, an object with another ETag is left,
-        without an error. With `adopts`, such an object is deleted too, except after a lost answer:
-        the first attempt may have deleted the intended object.
+        With a (quoted) `etag`, a store that honours conditions of deletes keeps an object with
+        another ETag; that is no error. With `adopts`, such an object is deleted too, except after a
+        lost answer: the first attempt may have deleted the intended object.
 
         Raises:
             ConflictError: a directory's marker was to be deleted, but the object has content.

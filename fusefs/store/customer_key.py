@@ -43,7 +43,7 @@ class CustomerKey:
         return hashlib.sha256(base64.b64decode(self.text)).hexdigest()[:16]
 
     def headers(self, *, is_copy: bool) -> dict[str, str]:
-        """Return the key's headers for a request about an object, with names in lower case."""
+        """Return the key's headers, with names in lower case; for a copy also those for its source."""
         digest = hashlib.md5(base64.b64decode(self.text), usedforsecurity=False).digest()
         md5 = base64.b64encode(digest).decode()
         values = {"algorithm": "AES256", "key": self.text, "key-md5": md5}
@@ -64,7 +64,7 @@ def parse(content: bytes, origin: str) -> CustomerKey:
 
 
 def find(path: Path | None) -> CustomerKey | None:
-    """Return the key from the file in memory, else from the file `path`; None if `path` is None.
+    """Read the key from the daemon's file in memory, else from `path`; None if `path` is None.
 
     Raises:
         CustomerKeyError: the file can't be read, or contains no key.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 
 class ErrorCode(enum.StrEnum):
-    """The meaning of an error for programs, beside the sentence for people."""
+    """The kind of an error, for programs that do not read its sentence for people."""
 
     INVALID = "invalid"  # no attempt can succeed with this configuration
     DENIED = "denied"
@@ -28,7 +28,7 @@ class ErrorCode(enum.StrEnum):
 class StoreError(Exception):
     """Failure of a request; `errno` is for the system call, `s3_code` is S3's code or "".
 
-    `may_be_done` is True if S3 may have carried out an earlier attempt of the request.
+    `may_be_done` is True if S3 may have carried out the request in one of its attempts.
     """
 
     errno = errno.EIO
@@ -100,16 +100,16 @@ class ThrottledError(StoreError):
 
 
 class UnreachableError(StoreError):
-    """S3 gave no answer in the retry time (refused connections, time-outs, 5xx), or never can."""
+    """S3 gave no usable answer (refused connection, time-out, 5xx), despite retries if useful."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt: its meaning, and S3's own words.
+    """One failed attempt: the error's `kind` and `sentence`, and S3's status and code.
 
     `status` is 0 if there was no answer. `has_expired` says that new credentials may help.
-    `longest_s` limits the time in which a retry is worthwhile. `region` is the bucket's region, if
-    the request was sent to a wrong one.
+    `longest_s` limits the time for which a retry is worthwhile. `region` is the bucket's region, if
+    the request was sent to a wrong one, else "".
     """
 
     kind: type[StoreError]
@@ -231,7 +231,7 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
 
 
 def from_code(code: str) -> Failure:
-    """Return the failure for an error code that S3 gave for one of a request's many keys."""
+    """Return the failure for an error code without a status, as DeleteObjects gives by key."""
     return from_status(_STATUSES.get(code, 400), code, "")
 
 
@@ -331,7 +331,7 @@ def from_body(status: int, text: str, request_id: str = "") -> Failure:
 
 
 def region_of(status: int, headers: Mapping[str, str], text: str) -> str:
-    """Return the bucket's region that S3's refusal names in a header (AWS) or document, or ""."""
+    """Return the bucket's region from the header (AWS) or document of a refusal; "" if unnamed."""
     if status not in _ELSEWHERE:
         return ""
     found = headers.get("x-amz-bucket-region", "")

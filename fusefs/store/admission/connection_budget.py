@@ -79,7 +79,8 @@ class ConnectionBudget:
     ) -> None:
         """`nursery` runs the task that admits requests while there is a rate limit.
 
-        `next_budget`, if not None, is the budget that a request waits for after this one.
+        `next_budget`, if any, is the budget from which each request takes a connection as well,
+        once this budget has lent it one.
         """
         self.maximum = maximum
         self._nursery = nursery
@@ -101,7 +102,7 @@ class ConnectionBudget:
         return max(1, int(self._allowed))
 
     def lease(self, priority: Urgency, key: str = "") -> _Lease:
-        """Return an `async with` context that waits for, and then holds, a connection for `key`."""
+        """Return an `async with` context that waits for and holds a connection for object `key`."""
         return _Lease(self, priority, key)
 
     def note_throttled(self) -> None:
@@ -120,16 +121,16 @@ class ConnectionBudget:
             self._admit()
 
     def reprioritize(self) -> None:
-        """Reconsider the priorities of all waiters, because a priority has risen."""
+        """Move waiters to the queues of their present priorities, because a priority has risen."""
         for queue in self._queues.values():
             for waiter in list(queue):
                 self._rank(waiter)
         self._admit()
 
     async def acquire(self, priority: Urgency, key: str = "") -> Priority:
-        """Wait for a connection, which `release` gives back; a cancelled call holds none.
+        """Wait for a connection for a request about the object `key`; a cancelled call holds none.
 
-        Returns the priority under which the connection is counted; pass it to `release`.
+        Returns the priority under which the connection is counted; `release` takes this value.
         """
         rank = priority()
         if not self.waiting and self._has_room(rank) and self.rate.is_due():
@@ -219,7 +220,7 @@ class ConnectionBudget:
             self._is_timing = False
 
     def _next(self) -> _Waiter | None:
-        """Return the waiter that may go now: one often passed over, else the most urgent."""
+        """Return the waiter to admit now (one often passed over, else the most urgent), or None."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)

@@ -55,7 +55,7 @@ class Hedging:
         self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
 
     def note_first_byte(self, took_s: float) -> None:
-        """Record a first GET's seconds to its first byte, or until the second GET had answered."""
+        """Record a first GET's seconds to its first byte, or to the end of both GETs of a race."""
         self._samples.append(took_s)
         self._is_renewed_in -= 1
         if not self._is_renewed_in:
@@ -98,7 +98,7 @@ class Hedging:
         return first
 
     async def _watch(self) -> None:
-        """Wake the tasks of slow GETs; a timer for each GET would cost a tenth of its time."""
+        """Wake tasks whose GET is slow; a timer for each GET would cost a tenth of a GET's time."""
         try:
             while self._sent:
                 due, first = self._sent.popleft()
@@ -128,7 +128,7 @@ class Hedging:
 
 
 def _stands(outcome: Completion | None) -> bool:
-    """True if `outcome` is a success, or a refusal that the other GET would get as well."""
+    """True if a GET's outcome is final: a success, or a refusal that a second GET would get too."""
     if outcome is None or (outcome.error is not None and outcome.status < 300):
         return False
     return outcome.status < 500 and outcome.status != 429

@@ -44,8 +44,8 @@ class FileSink(NamedTuple):
     With `sums`, progress reports include the CRC32 of the written bytes: (start, stop, sum) by
     offsets of the file, cut where a mebibyte of the file ends.
 
-    With a `path`, at which no file exists, and -1 for `fd`, the file is created once all `length`
-    bytes are there, at most 256 KiB; its folder may not exist. `Transfer.take_file` returns it.
+    With a `path`, at which no file exists, and -1 for `fd`, the engine creates the file, and its
+    folder if missing, once all `length` bytes (at most 256 KiB) have come; see `Transfer`.
     """
 
     fd: int
@@ -230,7 +230,7 @@ class Transfer(_engine.Transfer):
         return completion
 
     async def completed_or_slow(self) -> Completion | None:
-        """Wait as `completed` does, but return None if `look_up` wakes the task first."""
+        """Wait as `completed` does, but return None if the task is woken by `look_up` before."""
         cancelled: list[Callable[[], object]] = []
 
         def abort(raise_cancel: Callable[[], object]) -> trio.lowlevel.Abort:
@@ -251,7 +251,7 @@ class Transfer(_engine.Transfer):
         return self.completion
 
     def progressed(self, received: int, packed: bytes) -> None:
-        """Report progress; `packed` holds the checksums in the format of _engine.c."""
+        """Pass progress to `on_progress`, or only keep the checksums, which _engine.c has `packed`."""
         sums = list(_SUM.iter_unpack(packed))
         if self._on_progress is not None:
             self._on_progress(received, sums)
@@ -270,7 +270,7 @@ class Transfer(_engine.Transfer):
         self.look_up()
 
     def look_up(self) -> None:
-        """Wake the task that waits for the transfer."""
+        """Wake the task that waits for the transfer, even if the transfer is not complete."""
         if self._task is not None:
             task, self._task = self._task, None
             trio.lowlevel.reschedule(task)
@@ -303,7 +303,7 @@ def _lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 def _flat(request: Request) -> tuple[object, ...]:
-    """Return a request in the form that `_engine.Engine.submit` takes."""
+    """Return the tuple that `_engine.Engine.submit` takes; ValueError if HTTP can't express it."""
     body, sink = request.body, request.sink
     if _UNSENDABLE.search(request.method + request.url):
         raise ValueError("a URL is percent-encoded ASCII")
