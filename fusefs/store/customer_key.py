@@ -43,7 +43,7 @@ class CustomerKey:
         return hashlib.sha256(base64.b64decode(self.text)).hexdigest()[:16]
 
     def headers(self, *, is_copy: bool) -> dict[str, str]:
-        """Return the key's headers, with names in lower case; for a copy also those for its source."""
+        """Return the key's headers (names in lower case); for a copy also those for its source."""
         digest = hashlib.md5(base64.b64decode(self.text), usedforsecurity=False).digest()
         md5 = base64.b64encode(digest).decode()
         values = {"algorithm": "AES256", "key": self.text, "key-md5": md5}

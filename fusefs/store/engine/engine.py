@@ -251,7 +251,7 @@ class Transfer(_engine.Transfer):
         return self.completion
 
     def progressed(self, received: int, packed: bytes) -> None:
-        """Pass progress to `on_progress`, or only keep the checksums, which _engine.c has `packed`."""
+        """Pass progress to `on_progress`, or keep the checksums, which _engine.c has `packed`."""
         sums = list(_SUM.iter_unpack(packed))
         if self._on_progress is not None:
             self._on_progress(received, sums)
