@@ -110,6 +110,9 @@ PROBE_S = 2.0
 LEAST_ROOM = 64 << 20
 # The pause between a daemon's attempts, after a takeover, to register its mount for commands.
 REGISTER_EVERY_S = 5.0
+# Signals within this time are one: systemd, batch systems and shutdowns signal every process of a
+# service or job, so the daemon gets a signal of its own and the copy that its keeper sends it.
+TOGETHER_S = 1.0
 # A function that is called when the mount answers, with warnings for the user.
 Ready = Callable[[list[str]], None]
 
@@ -596,7 +599,10 @@ class Daemon:
             await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=False))
         except UnmountError as error:
             logger.warning("can't unmount, detaching instead: %s", error)
-            await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
+            try:
+                await trio.to_thread.run_sync(lambda: umount_path(mountpoint, is_lazy=True))
+            except UnmountError as error:  # it is detached already
+                logger.warning("can't detach: %s", error)
 
 
 async def _watch_signals(
@@ -604,13 +610,13 @@ async def _watch_signals(
 ) -> None:
     """Handle SIGUSR2 (log) and SIGTERM and SIGINT (unmount, the second time exit)."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
-        is_ending = False
+        asked = None
         async for number in received:
             if number == signal.SIGUSR2:
                 log_waiting()
-            elif is_ending:
+            elif asked is None:
+                await unmount()
+                asked = trio.current_time()
+            elif trio.current_time() >= asked + TOGETHER_S:
                 logger.warning("ending with the mount still in use")
                 os._exit(1)
-            else:
-                is_ending = True
-                await unmount()

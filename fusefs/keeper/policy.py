@@ -140,6 +140,8 @@ class Keeper:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCHLD):
             signal.signal(number, self._on_signal)
+        # systemd ends a session with SIGTERM and SIGHUP. Daemons and brokers inherit this.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._loop.watch(reader, select.POLLIN, self._handle_signals)
         return reader, writer
 

@@ -92,15 +92,25 @@ def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> No
     assert subprocess.run(command, cwd=one.path, check=False, timeout=LIMIT_S).returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("numbers", "has_whole_service"),
+    [
+        ((signal.SIGTERM,), False),
+        ((signal.SIGINT,), False),
+        ((signal.SIGTERM, signal.SIGHUP), True),
+    ],
+)
 def test_a_signal_detaches_a_mount_that_is_in_use(
-    bucket: Bucket, mounter: Mounter, number: int
+    bucket: Bucket, mounter: Mounter, numbers: tuple[int, ...], has_whole_service: bool
 ) -> None:
     bucket.put("a", os.urandom(3 * MIB))
     one = mounter()
-    pid = one.pid
+    pid, keeper = one.pid, mount_requests.keeper_pid(one.path)
+    assert keeper is not None
     with (one.path / "a").open("rb") as file:
-        os.kill(pid, number)
+        for number in numbers:
+            for process in (pid, keeper) if has_whole_service else (pid,):
+                os.kill(process, number)
         until(lambda: mountinfo.find_mount(one.path) is None, "the mount is detached")
         assert len(file.read()) == 3 * MIB
         assert registry.start_time(pid) is not None

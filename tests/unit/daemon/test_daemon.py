@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -14,6 +15,7 @@ import trio.testing
 
 from fusefs.daemon import metrics
 from fusefs.daemon.log_handlers import LOOK_EVERY, BoundedHandler, OneLineFormatter
+from fusefs.daemon.main import Daemon
 from tests.support.machine.disks import small_disk
 
 PART = 1 << 17
@@ -145,3 +147,11 @@ def test_a_daemon_imports_what_each_mount_needs_and_starts_no_process_for_it() -
     }
     rare |= {"fusefs.cluster_cache.cluster_cache", "fusefs.fuse.pyfuse3_session"}
     assert not rare & set(modules)
+
+
+async def test_a_mount_that_is_detached_already_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = SimpleNamespace(settings=SimpleNamespace(mountpoint=tmp_path), _takeover=None)
+    await Daemon._unmount(daemon)  # type: ignore[arg-type]
+    assert "can't detach" in caplog.text
