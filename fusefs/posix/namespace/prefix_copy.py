@@ -54,7 +54,7 @@ class PrefixCopy:
         self.total = 0
         # True if the old directory's marker was deleted, or may have been.
         self._may_lack_marker = False
-        # The sources of copy requests that got no answer.
+        # The sources of failed copy requests of which an attempt got no answer.
         self._unanswered: dict[str, ObjectInfo] = {}
         # The objects still to be deleted below the old prefix; None before the first attempt.
         self._left: dict[str, ObjectInfo] | None = None
@@ -165,8 +165,9 @@ class PrefixCopy:
         except NotFoundError:
             self.total -= 1  # another client has removed it meanwhile
             return
-        except UnreachableError:
-            self._unanswered[key] = source
+        except StoreError as error:
+            if error.may_be_done or isinstance(error, UnreachableError):
+                self._unanswered[key] = source
             raise
         self.sources[key], self.made[key] = source, made
 

@@ -13,7 +13,14 @@ from fusefs.daemon import status
 from fusefs.linux import files
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
-from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError, UnsupportedError
+from fusefs.store.errors import (
+    AccessDeniedError,
+    ExistsError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+    UnsupportedError,
+)
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from tests.support.memory_store import MemoryStore, failing
 from tests.support.semantics import states
@@ -123,8 +130,13 @@ async def test_copies_that_cannot_be_made_are_taken_back(process: Process, error
     assert below(process.store, "new/") == tree
 
 
-async def test_copies_whose_answers_are_not_there_are_taken_back(process: Process) -> None:
-    """That of the request that fails, and those of requests that are under way then."""
+@pytest.mark.parametrize("kind", [UnreachableError, ThrottledError])
+async def test_copies_whose_answers_are_not_there_are_taken_back(
+    process: Process, kind: type[StoreError]
+) -> None:
+    """That of the request that fails, be it refused after that, and of those under way then."""
+    error = kind("new/4")
+    error.may_be_done = kind is ThrottledError
     tree = fill(process.store, "old/")
     copy, is_failing = process.store.copy, trio.Event()
 
@@ -132,14 +144,14 @@ async def test_copies_whose_answers_are_not_there_are_taken_back(process: Proces
         made = await copy(source, key, write)
         if key == "new/4":
             is_failing.set()
-            raise UnreachableError(key)
+            raise error
         if key == "new/1":
             await is_failing.wait()
             await wait_all_tasks_blocked()
         return made
 
     process.store.copy = lose  # type: ignore[method-assign, assignment]
-    with pytest.raises(UnreachableError):
+    with pytest.raises(kind):
         await process.rename("old", "new")
     assert below(process.store, "old/") == tree
     assert [key for key in process.store.objects if key.startswith("new")] == []
