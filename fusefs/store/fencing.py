@@ -4,10 +4,10 @@ A request whose sender has timed out or died may still be executed, seconds late
 
 - A condition (`Expect`, store/interface.py) restricts the change to the object that the mount
   knew. If the key has another object, the server answers 412, and a HEAD shows that object.
-- A token in the object's metadata (`fusefs-change`: the mount that made the change, and its
-  number) shows if an earlier attempt of the same change made that object. If not, another client
-  wrote it: the change is repeated on the condition of its ETag. So the last client to close a file
-  wins.
+- A token in the object's metadata (`fusefs-change`: the daemon that made the change, and the
+  change's number) shows if an earlier attempt of the same change made that object. If not, another
+  client wrote the object: the change is repeated on the condition that the key still has that
+  object's ETag. So the last client to close a file wins.
 
 Every PUT, every multipart upload and every copy that replaces the metadata carries a token. A
 caller that needs to know the token before the request is sent takes the next one (`Write.token`).
@@ -32,7 +32,7 @@ _TOKEN = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})")
 
 
 class ChangeToken(NamedTuple):
-    """Identity of one change: its `number` among the changes of the mount's process `mount`."""
+    """Identity of a change: `mount`, the random name of a daemon, and the number of its change."""
 
     mount: str
     number: int

@@ -34,12 +34,12 @@ Urgency = Callable[[], Priority]
 
 
 def demanded() -> Priority:
-    """Return the urgency of a request that a program waits for."""
+    """Return the priority of requests that a program waits for (an `Urgency`)."""
     return Priority.DEMAND
 
 
 def writing() -> Priority:
-    """Return the urgency of uploads."""
+    """Return the priority of uploads (an `Urgency`)."""
     return Priority.WRITE
 
 
@@ -87,12 +87,13 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """One page of a listing, in the bucket's order.
+    """One page of a listing. `is_ordered` is False if the entries are not in the order of keys.
 
     `prefixes` are the common prefixes with their trailing delimiter. `next_token` is None on the
     last page. `last` is the last key or prefix ("" on an empty page), after which the listing
     continues. The ETag "" marks an entry of which only the key is usable; `unnamed` counts entries
-    without a usable key. `listed_at` is the time of a saved listing (monotonic s), else infinite.
+    without a usable key. `listed_at` is infinite, except for a page of a saved listing
+    (sorted_listing.py): then it is the start of that listing, in monotonic seconds.
     """
 
     objects: list[ObjectInfo]
@@ -142,8 +143,8 @@ class Write(NamedTuple):
     metadata. The `token` is added to the metadata (store/fencing.py).
 
     For copies only: `keeps_mtime` adds the source's modification time to the metadata, unless it is
-    there already. `is_own` says that the source, an `ObjectInfo`, has a content type and metadata
-    and no other headers, which saves a HEAD.
+    there already. `is_own` states that the source, an `ObjectInfo`, has no headers but its content
+    type and metadata, so that no HEAD has to look for others.
     """
 
     metadata: Mapping[str, str] | None = None
@@ -218,24 +219,24 @@ class NewFile(Protocol):
     """A file that the engine's thread will create for a whole object of at most LARGE bytes."""
 
     def new_path(self) -> str:
-        """Return a path where no file exists, a new one at each call. Its folder may not exist."""
+        """Return a path without a file, a new one at each call; the engine creates its folder."""
 
     def created(self, path: str, fd: int) -> int:
-        """Take over the file created at `path` and open as `fd`; return the descriptor to use."""
+        """Take over the file `fd` that the engine created at `path`; return the fd to use."""
 
 
 class Sink(Protocol):
     """The file into which one download is written. Belongs to the event loop.
 
-    Engine threads write into the file at the object's offsets; `arrived` reports their progress. An
-    OSError that the sink raises ends the download.
+    Engine threads write into the file at the object's offsets; the source of the bytes reports
+    progress to `arrived`. An OSError that the sink raises ends the download.
     """
 
     async def open(self) -> int | NewFile:
-        """Return the file's descriptor, or a `NewFile`."""
+        """Return the file's descriptor, or a `NewFile` if the engine is to create the file."""
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes of the object, from `offset` on, that do not come from an engine's thread."""
+        """Write `data`, the object's bytes from `offset` on, which no engine thread has written."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         """Record that all requested bytes before the object's offset `stop` are written.
@@ -245,7 +246,7 @@ class Sink(Protocol):
 
 
 class UploadLog:
-    """Base class of logs of `put_file`'s and `copy`'s multipart uploads; records nothing itself."""
+    """Log of the multipart uploads of `put_file` and `copy`; this base class records nothing."""
 
     def begun(self, key: str, upload_id: str) -> None:
         """Record an upload that has begun: if this process dies, its successor has to abort it."""
@@ -319,7 +320,7 @@ class UnansweredChanges:
 
     @property
     def unsettled_s(self) -> float:
-        """Seconds for which requests of a killed process may still reach S3."""
+        """Seconds from now for which requests of an earlier, killed process may still reach S3."""
         return 0.0
 
     def concerns(self, key: str) -> bool:
@@ -335,7 +336,7 @@ class UnansweredChanges:
         return False
 
     def has_undone(self, key: str, found: ObjectInfo | None) -> bool:
-        """True if `found` shows that an unanswered change has undone an acknowledged one."""
+        """True if `found` at `key` (None: no object) shows that a late request undid a change."""
         return False
 
     def may_have_undone(self, key: str) -> bool:
@@ -343,7 +344,7 @@ class UnansweredChanges:
         return False
 
     def expected_below(self, prefix: str) -> list[ObjectInfo]:
-        """Return the right objects of keys that late requests may have removed or replaced."""
+        """Return the objects that should be below a prefix, but late requests may have undone."""
         return []
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
@@ -351,13 +352,13 @@ class UnansweredChanges:
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        """Record the object that a repeated change found at `key`; None stands for no object."""
+        """Record that S3 has confirmed the object `found` at `key`, or that it has none (None)."""
 
     def renamed_below(self, prefix: str) -> None:
-        """Record that there should be no objects below a prefix: the directory was renamed."""
+        """Record that no object should be left below a prefix: the directory was renamed."""
 
     async def restored(self, key: str) -> ObjectInfo | None:
-        """Check a key now, and redo a change that was undone; return the key's object, or None."""
+        """Check `key` now, and redo a change that was undone; return the key's object or None."""
         return None
 
     def counters(self) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """A daily test of a store: does it honour conditions of writes, and does it compare checksums?
 
-One probe puts an object over an ETag that no object has, another sends a body with a wrong
-checksum. A store that honours both refuses both requests. Any other store creates an object, which
-is deleted; no mount lists its directory (`PROBE_NAME`). For `--conflict fail` the object is put in
-parts: Ceph's gateway honours conditions of PUTs, but not of completions.
+One probe puts an object on the condition of an ETag that no object has (`If-Match`), another sends
+a body with a wrong checksum. A store that honours both refuses both requests. Any other store
+creates an object, which is deleted; no mount lists the object's directory (`PROBE_NAME`). For
+`--conflict fail` the object is put in parts: Ceph's gateway honours conditions of PUTs, but not of
+completions of uploads.
 
 A condition that the store does not implement counts as not honoured. A capability that could not be
 tested is unknown (None), and no code relies on it.
@@ -49,8 +50,8 @@ _BODY = b"?"
 class Prober:
     """Determines the capabilities of one mount's store. Belongs to the event loop.
 
-    Results are saved in `directory`, by `identity`. `why_not` is the reason why this mount must not
-    probe, or "".
+    Probes write below `prefix`. Their results are saved in `directory`, by the store's `identity`.
+    `why_not` is the reason why this mount must not probe, or "".
     """
 
     def __init__(
@@ -77,13 +78,13 @@ class Prober:
             store.fence.why_unknown = why_not
 
     async def recall(self) -> None:
-        """Load the capabilities that were saved in the last day, if any."""
+        """Give the store's `Fence` the capabilities that were saved in the last day, if any."""
         found = await trio.to_thread.run_sync(capabilities.load, self._directory, self._identity)
         if found is not None:
             self._fence.capabilities = found
 
     async def require_strict(self) -> None:
-        """Check that the store honours conditions, for `--conflict fail`; probe first if unknown.
+        """Check, for `--conflict fail`, that the store honours conditions; probe it if unknown.
 
         Raises:
             UnsupportedError: the store is known to ignore conditions.
@@ -100,7 +101,7 @@ class Prober:
             )
 
     async def run(self) -> None:
-        """Probe until the capabilities are known or S3 denies access; warn of the consequences."""
+        """Probe until capabilities are known or S3 denies access; warn of ignored conditions."""
         while self._wants_to_know:
             try:
                 await self._probe()
@@ -135,7 +136,7 @@ class Prober:
 
 
 async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
-    """Test a store below a prefix; return its capabilities. May leave an object if cancelled.
+    """Test a store by writes below `prefix`; a cancelled test may leave an object there.
 
     Raises:
         StoreError: writing is not permitted there, or the store can't be reached.
@@ -155,7 +156,7 @@ async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
 
 
 async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bool) -> bool:
-    """Put an object over an ETag that no object has; return True if the store refuses."""
+    """Put an object on the condition of an ETag that no object has; True if the store refuses."""
     write = Write(condition=IfMatch(_OTHER_ETAG)).with_token(store.tokens)
     send = multipart.put if in_parts else put.put
     try:
@@ -168,7 +169,7 @@ async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bo
 
 
 async def _compares_checksums(requester: Requester, key: str) -> bool:
-    """Send a body with a wrong CRC32; return True if the store refuses.
+    """Put an object with a wrong CRC32; return True if the store refuses the request.
 
     Raises:
         StoreError: the request failed for another reason.

@@ -14,7 +14,11 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def complaint(location: str | None, url: str, *, knows_region: bool = False) -> str | None:
-    """Return a sentence about a redirect from `url`; None if only the bucket's region is wrong."""
+    """Return a sentence for the user about a redirect from `url` to the header `location`.
+
+    None if the redirect is to the same server and its answer named the bucket's right region
+    (`knows_region`): then the request only has to be signed for that region.
+    """
     requested, target = urlsplit(url), urlsplit(urljoin(url, location or ""))
     if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]
