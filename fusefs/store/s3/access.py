@@ -127,7 +127,7 @@ class Access:
 
     @property
     def name(self) -> str:
-        """The identity for people: the access key, or the provider of the credentials."""
+        """The identity as shown to people: the access key, or the provider of the credentials."""
         return self.principal.removesuffix(f" uid {os.geteuid()}")
 
     def ends_in(self, seconds: int | None = None) -> bool:
@@ -189,7 +189,7 @@ class Access:
         return self._address(url, region, signer)
 
     def _botocores_address(self) -> Address:
-        """Return the address of a LIST request by botocore, which is intercepted and not sent."""
+        """Return the address to which botocore would send a LIST; that request is never sent."""
         from botocore.awsrequest import AWSResponse
 
         sent: list[Any] = []
@@ -251,7 +251,7 @@ class Access:
 
 
 class SharedCall:
-    """A call in a thread whose result all waiting tasks share. Belongs to the event loop."""
+    """Runs one blocking call at a time in a thread, for all tasks that wait. For the event loop."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -263,9 +263,9 @@ class SharedCall:
         return self._ended is not None
 
     async def wait(self, work: Callable[[], T], accept: Callable[[T], None]) -> None:
-        """Wait for the running call, or start a call of `work` if there is none.
+        """Wait for the running call's end; if no call is running, start `work` in a thread.
 
-        If the wait is cancelled or times out, the call goes on, and `accept` still gets its result.
+        `accept` gets the result of `work`, even if the wait was cancelled or timed out before.
 
         Raises:
             AttemptError: the call failed, or did not end in time.
@@ -315,7 +315,7 @@ class AccessSource:
         self._connected, self._next_renewal = 0.0, -math.inf
 
     async def connect(self) -> Access:
-        """Return the access with valid credentials; find it first if need be.
+        """Return the bucket's `Access` with valid credentials; find or renew them first if need be.
 
         Raises:
             AttemptError: there are no credentials, they can't be used, or their provider does not
@@ -353,13 +353,13 @@ class AccessSource:
         self._connected = time.monotonic()
 
     def renew(self) -> None:
-        """Make the next request look for new credentials: the current ones have expired."""
+        """Drop the expired `access` unless it was just found, so that `connect` finds another."""
         now = time.monotonic()
         if self.access is not None and now - self._connected >= RECONNECT_EVERY_S:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:
-        """Switch from the refused credentials in `used` to others; False if there are no others."""
+        """Replace the access `used`, which S3 refused; False if there are no other credentials."""
         current = self.access
         if used is not None and used is not current:
             return True
@@ -382,7 +382,7 @@ class AccessSource:
         return self.access is not current
 
     def relocate(self, region: str, used: Access | None) -> bool:
-        """Switch to the bucket's region; False if `used` was for that region already."""
+        """Switch to the bucket's `region`, which S3 named; False if `used` was for that region."""
         used = used or self.access
         if used is None or region == used.region:
             return False
@@ -397,7 +397,7 @@ class AccessSource:
 
 
 class EnvironmentKeys(NamedTuple):
-    """Keys from the environment, with the interface of botocore's Credentials."""
+    """Access keys from environment variables, with the interface of botocore's Credentials."""
 
     access_key: str
     secret_key: str

@@ -84,7 +84,9 @@ class Address:
     def request(
         self, call: Call, credentials: ReadOnlyCredentials | None, *, is_fresh: bool = False
     ) -> Request:
-        """Return the engine's request for a call; it takes a new connection if `is_fresh`.
+        """Return the engine's request for `call`, signed unless anonymous.
+
+        With `is_fresh` the engine opens a new connection for the request.
 
         Raises:
             ValueError: a value of the call can't be sent in a header.
@@ -131,6 +133,6 @@ class Address:
 
 
 def _quoted(query: Mapping[str, Any]) -> str:
-    """Encode a query in the form that is signed: sorted by names."""
+    """Encode a query for the URL and the signature: percent-encoded, sorted by names."""
     quoted = ((quote(name, safe=""), quote(str(query[name]), safe="")) for name in query)
     return "&".join(f"{name}={value}" for name, value in sorted(quoted))

@@ -61,17 +61,17 @@ class Fence:
         return self.capabilities.checksums is not True
 
     def sent(self, operation: str, condition: Strict) -> Strict:
-        """Return the condition to send with an operation ("PUT"); None if the store lacks it."""
+        """Return `condition`; None if the store does not implement it for an operation ("PUT")."""
         return None if _named(operation, condition) in self._unsupported else condition
 
     def relies_on(self, operation: str, condition: Strict) -> bool:
-        """True if a condition is sent and the store is known to honour it."""
+        """True if `condition` is sent with `operation`, and the store honours conditions."""
         return self.sent(operation, condition) is not None and bool(self.capabilities.conditions)
 
     async def send(
         self, operation: str, condition: Strict, send: Callable[[Strict], Awaitable[T]]
     ) -> T:
-        """Call `send` with a condition, or without it if the store does not implement it."""
+        """Call `send` with `condition`, or with None if the store does not implement that one."""
         condition = self.sent(operation, condition)
         try:
             return await send(condition)
@@ -87,7 +87,7 @@ class Fence:
         self._unsupported.add(name)
 
     def describe(self) -> dict[str, Any]:
-        """Return the store's capabilities and the reason for unknown ones, as plain data."""
+        """Describe as plain data what the store supports, and why a capability is unknown."""
         return {
             "known": self.capabilities.is_known,
             "missing": [*self.capabilities.missing, *sorted(self._unsupported)],
@@ -102,9 +102,10 @@ class Fence:
         operation: str,
         send: Callable[[Strict], Awaitable[ObjectInfo]],
     ) -> ObjectInfo:
-        """Make a change by `send`, over the expected object or over the one found in its place.
+        """Make a change of `key` by `send`, over the expected object or any other that is there.
 
-        `token` is the change's own, or None if the new object will not have it.
+        `send` makes one attempt on a condition. `token` is the change's own, or None if the new
+        object will not have a token of this change.
 
         Raises:
             ConflictError: the change is a directory's marker, but the key has content.
@@ -140,7 +141,7 @@ class Fence:
     async def strictly(
         self, key: str, condition: Strict, send: Callable[[Strict], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Make a change by `send` under a condition that is never replaced by another.
+        """Make a change of `key` by `send` on exactly this condition, never over another object.
 
         Ceph's gateway refuses a PUT over the ETag that it reports, unless sent without quotes.
 

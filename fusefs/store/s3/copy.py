@@ -123,9 +123,10 @@ async def _copy(
 
 
 def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """Return an object's metadata with its mtime added; None if it has an mtime or can't be sent.
+    """Return an object's metadata with its mtime added.
 
-    The mtime has the form of the attributes in the metadata, or AWS's if `is_aws`, or s3fs's.
+    None if the metadata has an mtime already, or an entry that can't be sent. The mtime has the
+    form of the attributes in the metadata; without any, AWS's if `is_aws`, else s3fs's.
     """
     metadata = info.metadata or {}
     if "mtime" in metadata or "file-mtime" in metadata:
@@ -143,13 +144,13 @@ def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
 
 
 def _has_room(metadata: Mapping[str, str]) -> bool:
-    """True if a token fits beside this metadata, which another client may have filled."""
+    """True if S3's limit leaves room for a token in `metadata`, which others may have filled."""
     size = sum(len(head.META) + len(name) + len(value) for name, value in metadata.items())
     return size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
 
 
 async def _tagging(requester: Requester, key: str) -> str:
-    """Return an object's tags as a header's value; a multipart upload does not copy them itself."""
+    """Return an object's tags as a header's value, because copies in parts do not copy tags."""
     call = Call("HEAD", "GET", key, {"tagging": ""})
     return urlencode(await requester.send(call, documents.tags, priority=writing))
 
@@ -161,7 +162,10 @@ async def _copy_whole(
     kept: Mapping[str, str] | None,
     condition: Strict,
 ) -> ObjectInfo:
-    """Copy in one request, with the headers `kept` and `source.metadata`; None: S3 copies both."""
+    """Copy `source` to `key` in one request; return the new object.
+
+    The copy has the headers `kept` and the metadata of `source`; if `kept` is None, S3 copies both.
+    """
     headers = {
         "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,

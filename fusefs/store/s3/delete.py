@@ -2,7 +2,8 @@
 
 A DELETE that is repeated because its answer was lost, or that the server executes late, may find an
 object that another client has made since. With an ETag (`If-Match`, or in the document of
-DeleteObjects) it deletes only the intended object. After a 412, a HEAD shows which object is there.
+DeleteObjects) the request deletes only the intended object. After a 412, a HEAD shows the object
+that is there.
 """
 
 from __future__ import annotations
