@@ -32,10 +32,10 @@ def no_result() -> AttemptError:
 
 
 def etag_in(text: str | None) -> str:
-    """Return the ETag in an answer to a change.
+    """Return the quoted ETag in `text`, which an answer to a change gives.
 
     Raises:
-        AttemptError: there is no ETag, or it can't be used.
+        AttemptError: `text` is empty, or no request could carry the ETag.
     """
     if not text:
         raise no_result()
@@ -105,7 +105,10 @@ def upload_id(answer: Completion) -> str:
 
 
 def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dict[str, str] | None]:
-    """Return one page of an upload's parts, and the query of the next page or None.
+    """Return one page of an upload's parts, and the markers of the next page or None.
+
+    Markers are query parameters with which a request continues a listing; `start` has those of this
+    page ({} for the first).
 
     Raises:
         AttemptError: the answer is no page of parts, or lacks the marker of the next page.
@@ -123,7 +126,7 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
 def uploads(
     start: Mapping[str, str], answer: Completion
 ) -> tuple[list[PendingUpload], dict[str, str] | None]:
-    """Return one page of a bucket's uploads, and the next page's query or None; see `parts`."""
+    """Return one page of a bucket's uploads, and the next page's markers or None; see `parts`."""
     root = read(answer, "ListMultipartUploadsResult")
     is_encoded = text_of(root, "EncodingType") == "url"
 
@@ -148,10 +151,12 @@ def _rows(root: Element, tag: str, row: Callable[[Element], T]) -> list[T]:
 def _behind(
     root: Element, start: Mapping[str, str], markers: Mapping[str, str]
 ) -> dict[str, str] | None:
-    """Return the markers after which a listing begun at `start` continues; None at its end.
+    """Return the markers of the page after `root`, which began at `start`; None for the last page.
+
+    `markers` maps each query parameter to the element that has its next value.
 
     Raises:
-        AttemptError: the listing would never end.
+        AttemptError: there is no next value, or the next page would be this page again.
     """
     if text_of(root, "IsTruncated") != "true":
         return None

@@ -105,7 +105,8 @@ class Getter:
 class RangeDownload:
     """The download of the bytes [start, stop) of a version, over several attempts.
 
-    The bytes before `position` are in the file `fd`, which is -1 before the engine creates `new`.
+    The bytes before `position` are in the sink's file `fd`, which is -1 if the file does not exist
+    yet: then the engine creates it for `new`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class RangeDownload:
         return self.has_checksums and is_whole and self.stop <= LARGE
 
     def call(self) -> Call:
-        """Begin an attempt; return the `Call` for the missing bytes, to be sent."""
+        """Begin an attempt; return the `Call` that fetches the missing bytes, not sent yet."""
         self._began_at = self.position
         etag = self.version.etag
         headers = {"range": f"bytes={self.position}-{self.stop - 1}"}
@@ -149,7 +150,7 @@ class RangeDownload:
         return Call("GET", "GET", self.version.key, headers=headers, sink=sink)
 
     def accept(self, answer: Completion) -> None:
-        """Compare the checksum of a small whole object; its bytes count as fetched if it is right.
+        """Compare a small whole object's checksum; the bytes count as fetched if they match.
 
         Raises:
             AttemptError: the bytes have another checksum.
@@ -166,7 +167,7 @@ class RangeDownload:
         self._take(self.stop, self._sums)
 
     def _read(self) -> bytes:
-        """Return the bytes that were just written; they are in the page cache."""
+        """Return the content of a small whole object from the file, which is in the page cache."""
         return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------
@@ -176,7 +177,7 @@ class RangeDownload:
         return self.position - self._began_at >= PROGRESS
 
     def completed(self, transfer: Transfer) -> Completion:
-        """Take over the file and progress of a finished attempt; return its completion."""
+        """Record what an attempt that reports no progress has received; return its completion."""
         completion = transfer.completion
         assert completion is not None
         if self.new is not None and self._path is not None and (fd := transfer.take_file()) >= 0:
@@ -186,7 +187,7 @@ class RangeDownload:
         return completion
 
     def arrived(self, received: int, sums: Sums) -> None:
-        """Record that `received` bytes of this attempt are in the file, and their checksums."""
+        """Record that the first `received` bytes of this attempt are in the file, and `sums`."""
         if self.is_whole_and_small:
             self._sums = sums  # `accept` takes these bytes, or they are fetched again
         elif self.fd >= 0:

@@ -33,7 +33,7 @@ def check(metadata: Mapping[str, str], content_type: str | None = None) -> None:
 
 
 def sendable(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an object's metadata that can be sent: other clients may write more."""
+    """Return the metadata without entries that can't be sent: other clients may write such."""
     return {name: value for name, value in metadata.items() if _is_sendable(name, value)}
 
 
@@ -65,7 +65,7 @@ async def head(
     priority: Urgency = demanded,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> tuple[ObjectInfo, Mapping[str, str]]:
-    """Send a HEAD; return the object, and all headers of the answer with names in lower case.
+    """Send a HEAD with more `headers`; return the object, and the answer's headers (lower case).
 
     Raises:
         NotFoundError: there is no such object.
@@ -80,9 +80,10 @@ async def head(
 async def find(
     requester: Requester, key: str, size: int, metadata: Mapping[str, str], checksum: str
 ) -> ObjectInfo | None:
-    """Return the object `key` if the write with this metadata made the object, else None.
+    """Return the object at `key` if a certain write made it, else None.
 
-    The token decides; without one, size, metadata and `checksum` (S3's CRC32 in base64) do.
+    The write had this size and metadata. The metadata's token and the size decide; without a token,
+    size, metadata and `checksum` (S3's CRC32 in base64) do.
 
     Raises:
         StoreError: S3 gave no usable answer.

@@ -131,7 +131,7 @@ def _page(root: ElementTree.Element, entries: list[str], prefix: str) -> ListPag
 
 
 def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
-    """Parse entries all at once, or each by itself if a field can't be used."""
+    """Parse entries all at once, or one by one if a field can't be used."""
     text = "".join(entries)
     keys, sizes, etags, times, classes = (field.findall(text) for field in _FIELDS)
     if "&" in text:
@@ -158,7 +158,7 @@ def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
 
 
 def usable(value: str | None) -> str | None:
-    """Return a value of an answer if a request's header can carry it too, else None."""
+    """Return `value`, which an answer gave, if a request's header can carry it; else None."""
     return value if value and _VALUE.fullmatch(value) else None
 
 
@@ -171,7 +171,7 @@ def size_of(text: str) -> int:
 
 
 def quoted(etag: str) -> str:
-    """Return an ETag in quotes, which some servers leave out, and without the mark of a weak ETag.
+    """Return an ETag in quotes, which some servers leave out, and without a weak ETag's mark `W/`.
 
     S3's ETags are strong; some proxies weaken them (`W/"…"`), but not in all answers.
 
@@ -186,7 +186,7 @@ def quoted(etag: str) -> str:
 
 
 def decoded(text: str, is_encoded: bool) -> str:
-    """Return the key that an element's text stands for."""
+    """Return the key in an element's text, which is URL-encoded if `is_encoded`."""
     # Encoded, a plus sign stands for a space; a plus itself is %2B.
     return unquote_plus(text) if is_encoded and ("%" in text or "+" in text) else text
 
