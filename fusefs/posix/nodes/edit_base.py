@@ -61,12 +61,14 @@ class EditBase:
         own.add(self.size, size)
         return own
 
-    def recover(self, fd: int) -> None:
-        """Find the pages that an earlier process wrote, all except the holes. Blocks briefly."""
-        size = os.fstat(fd).st_size
-        self.size = min(self.size, size)
-        for start, stop in _extents(fd, size):
-            self.wrote(start, stop)
+    def recover(self, fd: int, start: int, stop: int) -> None:
+        """Find the pages of [start, stop) that are no holes: programs wrote them. Blocks briefly.
+
+        An earlier process wrote them, or a write that failed in its middle.
+        """
+        self.size = min(self.size, os.fstat(fd).st_size)
+        for first, last in _extents(fd, start // PAGE * PAGE, stop):
+            self.wrote(first, last)
 
 
 def has_small_holes(fd: int) -> bool:
@@ -83,10 +85,9 @@ def page_edges(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield last, last + PAGE
 
 
-def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, stop) of a file's data, between its holes."""
-    at = 0
-    while at < size:
+def _extents(fd: int, at: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the (start, stop) of a file's data in [at, stop), between its holes."""
+    while at < stop:
         try:
             start = os.lseek(fd, at, os.SEEK_DATA)
         except OSError as error:
@@ -94,4 +95,4 @@ def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
                 return
             raise
         at = os.lseek(fd, start, os.SEEK_HOLE)
-        yield start, at
+        yield start, min(at, stop)

@@ -411,7 +411,7 @@ class Staging:
         if record["base"] is not None and self.cache is not None:
             key, etag, size, kept = record["base"]
             staged.base = EditBase(self.cache.pin(ObjectVersion(key, etag, size)), kept)
-            staged.base.recover(fd)
+            staged.base.recover(fd, 0, staged.size())
             staged.base.tokens = staged.tokens
         staged.tokens.update(self._unanswered.tokens(staged.key))
         self._add(staged)

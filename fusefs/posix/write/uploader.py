@@ -404,14 +404,17 @@ class Uploader(UploadSteps):
 
     # Files that are still being written
 
-    def wrote(self, staged: StagedFile, start: int, stop: int) -> None:
+    def wrote(self, staged: StagedFile, start: int, stop: int, *, has_failed: bool = False) -> None:
+        """Note a program's write to [start, stop); a write that `has_failed` may be undone."""
         staged.touch()
         if staged.kept_size is not None and start < staged.kept_size:
             staged.kept_size = None
-        if staged.base is not None:
+        if staged.base is not None and has_failed:
+            staged.base.recover(staged.fd, start, stop)
+        elif staged.base is not None:
             staged.base.wrote(start, stop)
         self._drop(staged, start, stop)
-        if start <= staged.written_to < stop:
+        if start <= staged.written_to < stop and not has_failed:
             # Parts are rarely filled, so this comparison saves a call for most writes.
             is_full = staged.written_to // IN_PARTS < stop // IN_PARTS
             staged.written_to = stop

@@ -478,8 +478,10 @@ class Writer(MountPart):
         if is_whole and is_free:
             self._about_to_write(staged, stop)
             count = self._write_now(staged.fd, data, offset)
+            if count:
+                self._note_writer(staged, owner)
+                self.uploads.wrote(staged, offset, stop, has_failed=count < len(data))
             if count == len(data):
-                self._wrote(staged, offset, stop, owner)
                 return count
         # The session reuses the memory of `data` for the next request.
         rebases = staged.rebases if is_appended else None
@@ -517,6 +519,7 @@ class Writer(MountPart):
             self._about_to_write(staged, stop)
             if staged.base is not None:
                 await self.editor.fill_edges(staged.base, staged.fd, offset, stop)
+            self._note_writer(staged, owner)
             try:
                 return await self._write_to_disk(staged, offset, data)
             except OSError as error:
@@ -524,21 +527,25 @@ class Writer(MountPart):
                     raise
                 await self._make_room()
                 return await self._write_to_disk(staged, offset, data)
-            finally:
-                self._wrote(staged, offset, stop, owner)
 
-    def _wrote(self, staged: StagedFile, start: int, stop: int, owner: int) -> None:
+    def _note_writer(self, staged: StagedFile, owner: int) -> None:
         if not staged.writers:
             staged.since = trio.current_time()  # the file may have been open for long
         staged.writers.add(owner)
-        self.uploads.wrote(staged, start, stop)
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
-        # If this is cancelled, the thread finishes the write all the same.
-        with stage(WaitCause.CACHE_DISK):
-            return await trio.to_thread.run_sync(
-                write_fully, staged.fd, data, offset, limiter=self._disk
-            )
+        """Write, and note the write, also a failed one: a part of it may be on the disk."""
+        has_failed = True
+        try:
+            # If this is cancelled, the thread finishes a write that it has begun.
+            with stage(WaitCause.CACHE_DISK):
+                count = await trio.to_thread.run_sync(
+                    write_fully, staged.fd, data, offset, limiter=self._disk
+                )
+            has_failed = False
+            return count
+        finally:
+            self.uploads.wrote(staged, offset, offset + len(data), has_failed=has_failed)
 
     async def allocate(self, fh: int, offset: int, length: int, mode: int) -> None:
         """Do fallocate(2); EOPNOTSUPP for modes other than ALLOCATION_MODES."""
@@ -554,6 +561,7 @@ class Writer(MountPart):
             if offset + length > staged.charged and not takes_none:
                 self.staging.charge(staged, offset + length)
             staged_sums.forget(staged)
+            staged.touch()  # also if the call fails: a part of it may be done
             if staged.base is not None:
                 await waiting(self._allocate_edited(staged, staged.base, offset, length, mode))
             else:
@@ -564,8 +572,6 @@ class Writer(MountPart):
             stop = min(offset + length, staged.size())
             if mode & ~KEEP_SIZE and offset < stop:
                 self.uploads.wrote(staged, offset, stop)  # zeros
-            else:
-                staged.touch()
 
     async def _allocate_edited(
         self, staged: StagedFile, base: EditBase, offset: int, length: int, mode: int
@@ -578,8 +584,6 @@ class Writer(MountPart):
                 await self.editor.fill_edges(base, staged.fd, offset, end)
             for start in range(offset, end, ZEROS):
                 await self._write_to_disk(staged, start, bytes(min(ZEROS, end - start)))
-                # Noted at once: after an error in the next write these zeros still count.
-                self.uploads.wrote(staged, start, min(start + ZEROS, end))
         if not mode & KEEP_SIZE and stop > size:
             os.ftruncate(staged.fd, stop)
 
