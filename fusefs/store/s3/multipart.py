@@ -1,11 +1,12 @@
 """Multipart uploads: parts of a file that may grow, sent in parallel, each with its own retries.
 
 Each part is sent with its CRC32, which S3 compares. The CRC32s of all parts go into the request
-that completes the upload, so that S3 refuses parts that are not ours. Parts that another process
-sent count only after they have been compared with the file.
+that completes the upload, so that S3 refuses parts that this process did not send or verify. Parts
+that another process sent count only after they have been compared with the file.
 
-If the answer to the completing request is lost, the object in the bucket shows the result: it is
-ours if its size, its composed checksum and its metadata are the expected ones.
+If the answer to the completing request is lost, a HEAD of the key shows the result: the object is
+this upload's if its size and its token (fencing.py) are; without a token, if its size, its composed
+checksum and its metadata are.
 """
 
 from __future__ import annotations
@@ -142,21 +143,21 @@ class Upload:
 
     @property
     def state(self) -> UploadState:
-        """The state to record so that the upload can be resumed; it changes with each part."""
+        """The state to record so that another process can resume; it changes with each part."""
         parts = self._unverified | self._parts
         return self._state._replace(parts=tuple(parts[number] for number in sorted(parts)))
 
     def has(self, number: int) -> bool:
-        """True if the part was sent or copied, and not dropped since."""
+        """True if the part is in the bucket (sent, copied or verified), and not dropped since."""
         return number in self._parts
 
     def missing(self, size: int) -> list[int]:
-        """Return the numbers of the parts that a file of `size` bytes still needs."""
+        """Return the numbers of the parts of a file of `size` bytes still to be sent or copied."""
         numbers = range(1, self.part_count(size) + 1)
         return [number for number in numbers if not self._fits(self._parts.get(number), size)]
 
     def drop(self, number: int) -> None:
-        """Invalidate a part that was sent, or is being sent: the file has changed there."""
+        """Forget a part that was sent or is being sent: the file has changed in these bytes."""
         self._parts.pop(number, None)
         self._unverified.pop(number, None)
         self._valid.discard(number)
@@ -205,7 +206,7 @@ class Upload:
         await self._obtain(number, copy, lambda: False)
 
     async def copy_all(self, source: ObjectVersion) -> None:
-        """Copy all missing parts from another object, byte for byte."""
+        """Copy all missing parts on the server from `source`, each from the same offset."""
 
         async def copy_one(number: int) -> None:
             await self._copy_part(number, source, *self.part_range(number, source.size))
@@ -238,7 +239,7 @@ class Upload:
             raise NotFoundError("the upload has been completed with other bytes")
 
     async def complete(self, size: int, condition: Condition = None) -> ObjectInfo:
-        """Make the object of the first `size` bytes; it may appear even after a cancellation.
+        """Make the object of the first `size` bytes; even a cancelled call may make the object.
 
         Raises:
             ConflictError: the condition does not hold.
@@ -296,7 +297,7 @@ class Upload:
         return self._object
 
     async def _is_gone(self) -> bool:
-        """True if S3 has no such upload: Ceph's gateway answers its completion with status 500."""
+        """True if S3 lacks the upload, whose completion Ceph's gateway answers with status 500."""
         try:
             await self._requester.attempt(self._call("LIST PARTS", "GET", {"max-parts": 1}))
         except AttemptError as error:
@@ -310,7 +311,7 @@ class Upload:
         return None
 
     async def _find(self, parts: list[Part]) -> ObjectInfo | None:
-        """Return the object at the key if this upload, with these parts, made it; else None."""
+        """Return the object at the upload's key if this upload made it of `parts`, else None."""
         state = self._state
         size = sum(part.size for part in parts)
         checksum = composed([part.checksum for part in parts])
@@ -337,7 +338,11 @@ class Upload:
                 self._unverified[part.number] = part
 
     async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
-        """Determine if an upload that no longer exists became an object; NotFoundError if not."""
+        """Find the object of an ended upload; `recorded` has its parts on record, by number.
+
+        Raises:
+            NotFoundError: the key has no object that was made of these parts.
+        """
         info, _ = await head.head(self._requester, self._state.key)
         size = info.size
         parts = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
@@ -374,7 +379,7 @@ class Upload:
     async def _obtain(
         self, number: int, obtain: Callable[[], Awaitable[Part]], is_there: Callable[[], bool]
     ) -> None:
-        """Get a part by `obtain` unless it `is_there`; discard it if it is dropped meanwhile."""
+        """Make a part by `obtain` unless it `is_there`; forget the result if `drop` was called."""
         async with self._turns[number]:
             if number in self._valid and is_there():
                 return
@@ -389,7 +394,7 @@ class Upload:
         return FileBody(fd, start, stop - start)
 
     def _fits(self, part: Part | None, size: int) -> bool:
-        """True if `part` is the whole part of a file of `size` bytes."""
+        """True if `part` is as long as the part with its number of a file of `size` bytes."""
         if part is None or part.number > self.part_count(size):
             return False
         start, stop = self.part_range(part.number, size)
@@ -426,9 +431,9 @@ class Upload:
 
 
 def is_mistakable(key: str) -> bool:
-    """True if decoding the key once more gives another key.
+    """True if `key` has a percent-encoded character, so that decoding gives another key.
 
-    Ceph's gateway decodes the source of a copied part once more, and ignores its condition.
+    Ceph's gateway decodes the source's key of a copied part twice, and ignores the condition.
     """
     return unquote(key) != key
 
@@ -462,7 +467,7 @@ async def copy(
     """Copy an object that is too large for one request; `headers` and `metadata` are the copy's.
 
     Raises:
-        UnsupportedError: some stores would copy another existing object instead.
+        UnsupportedError: some stores would copy another object, whose key is the decoded one.
     """
     other = unquote(source.key)
     if is_mistakable(source.key) and await fence.find(other) is not None:
@@ -533,7 +538,7 @@ async def _listed(
     call: Callable[[dict[str, str]], Call],
     read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
 ) -> list[T]:
-    """Return all entries of a listing; each page has the markers of the page after it."""
+    """List all pages: `call` makes a page's request, `read` returns entries and next markers."""
     found: list[T] = []
     start: dict[str, str] | None = {}
     while start is not None:

@@ -3,9 +3,9 @@
 A small file in the page cache is read and summed in the event loop; the engine reads other files
 from the disk. S3 compares a CRC32 with the bytes that it received.
 
-A write whose answer was lost may have taken effect. Repeating it does no harm, but a condition may
-not hold any more: then the token in the metadata shows whether the object is from this very write
-(fencing.py).
+A write whose answer was lost may have taken effect. Repeating the write does no harm, but its
+condition may not hold any more: then the token in the metadata shows whether the object is from
+this very write (fencing.py).
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class RetryBudget:
 
 
 class Progress(Protocol):
-    """The state of a download that survives a failed attempt."""
+    """Interface of a download, which keeps what each attempt has achieved."""
 
     def has_progressed(self) -> bool:
         """True if the last attempt achieved something that the next one need not repeat."""
@@ -220,7 +220,7 @@ class Requester:
         return {"what": failure.sentence, "ago_s": now - at, "since_s": since_s}
 
     def reprioritize(self) -> None:
-        """Reconsider the priorities of waiting requests, because a priority has risen."""
+        """Let waiting requests whose priority has risen go before others."""
         self._streams.reprioritize()
         self.connections.reprioritize()
 
@@ -238,9 +238,10 @@ class Requester:
     ) -> T:
         """Send a request, with retries while they may help; return the result of `accept`.
 
-        `accept` reads an answer with a status below 300, and raises AttemptError if the answer is
-        not as it should be. `condition` is the one in the headers, `judge` may reinterpret an
-        attempt's failure, and a read request may have a `hedge`.
+        `call` may be a function that makes each attempt's `Call`. `accept` reads an answer with a
+        status below 300, and raises AttemptError if the answer is not as it should be. `condition`
+        is the one in the headers; `judge` may replace the failure of an attempt; `hedge` sends a
+        read request, perhaps twice. `retry_time_s` is used instead of the setting, if not None.
 
         Raises:
             StoreError: all attempts failed; one log line says so.
@@ -361,9 +362,9 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """Return the failure; if it has no code, a LIST may show that credentials are rejected.
+        """Return the failure, or a LIST's failure if that says that S3 rejects the credentials.
 
-        The answer to a HEAD has no body, so it has no code.
+        The LIST is sent for a failure without a code: a HEAD's answer has no body, and so no code.
         """
         is_due = trio.current_time() - self._last_explained >= EXPLAIN_EVERY_S
         if not failure.code and (failure.status == 400 or (failure.status == 403 and is_due)):
@@ -376,7 +377,7 @@ class Requester:
         return failure
 
     def failed(self, call: Call, failure: Failure, *, may_be_done: bool = False) -> StoreError:
-        """Return the error of a request that finally failed; count and log it."""
+        """Count and log a request that finally failed; return the error to raise."""
         # A missing object is a usual answer to lookups, and a condition that does not hold is what
         # the condition is for.
         is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
@@ -390,7 +391,7 @@ class Requester:
         return error
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
-        """Set `is_doubtful` of the key's changes if the call got no answer or was cancelled."""
+        """Set `is_doubtful` of the key's changes if S3 gave no answer; None: a cancellation."""
         if call.operation in _WRITES and (failure is None or failure.status in _NO_ANSWERS):
             for change in self.changes:
                 change.is_doubtful |= call.key in change.keys
@@ -421,14 +422,14 @@ class Requester:
 
 
 def _cause_of_pause(operation: str, failure: Failure) -> int:
-    """Return the `WaitCause` of the wait before a retry, for the telemetry."""
+    """Return the `WaitCause` under which the pause before a retry is counted."""
     if failure.kind is ThrottledError:
         return WaitCause.THROTTLED
     return WaitCause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
 
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:
-    """Translate a failure to its meaning for a request with this condition."""
+    """Return the failure, as a ConflictError if `condition` did not hold."""
     is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure
@@ -438,7 +439,7 @@ def for_condition(failure: Failure, condition: Strict) -> Failure:
 
 
 def classify(operation: str, failure: Failure) -> Failure:
-    """Translate a failure to its meaning for this operation."""
+    """Return the failure as `operation` means it, such as a missing bucket for a LIST's 404."""
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
         return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")

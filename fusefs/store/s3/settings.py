@@ -27,7 +27,8 @@ DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 class WriteOptions:
     """Options of new objects; None leaves a choice to the bucket. `kms_key`: id, ARN or alias.
 
-    With `is_aws_form`, a copy records its source's time as AWS's services do, not as s3fs does.
+    With `is_aws_form`, a copy records the source's modification time in the metadata as AWS's
+    services do, not as s3fs does.
     """
 
     storage_class: str | None = None
@@ -92,7 +93,7 @@ class S3Settings:
 
 
 def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
-    """Return a failure if a bucket of this name cannot be mounted, else None."""
+    """Return a failure for a directory bucket of AWS, which cannot be mounted; else None."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
         return Failure(UnsupportedError, sentence)

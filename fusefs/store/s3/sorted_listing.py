@@ -108,7 +108,7 @@ class SortedListings:
         return (_folder(prefix), delimiter) in self._known
 
     async def page(self, prefix: str, delimiter: str, start_after: str, most: int) -> ListPage:
-        """Return a page as `Store.list_page` does; the first page comes from a new listing.
+        """Return a page as `Store.list_page` does; without `start_after`, list the folder anew.
 
         Raises:
             StoreError: the listing failed, or the local disk cannot hold it.

@@ -45,7 +45,7 @@ class S3Store:
         requests: S3Requests = S3_REQUESTS,
         described: Described = lambda _info: None,
     ) -> None:
-        """`requests` counts sent requests; `described` gets the metadata that GETs show."""
+        """`requests` counts requests; `described` gets objects whose metadata a GET has shown."""
         self.settings = settings
         self.requester = requester = Requester(settings, engine, requests)
         self.unanswered = UnansweredChanges()
@@ -70,7 +70,7 @@ class S3Store:
 
     @property
     def principal(self) -> str:
-        """A stable name, without a secret, of the identity that reads; known after `check`."""
+        """A stable name, without a secret, of the credentials' identity; known after `check`."""
         assert self.requester.source.principal is not None
         return self.requester.source.principal
 
@@ -93,7 +93,7 @@ class S3Store:
         self.is_prefix_empty = not (page.objects or page.prefixes)
 
     def _in_full(self, what: str, error: StoreError) -> str:
-        """Return a sentence for the user; it names the endpoint and, if denied, the missing right.
+        """Return the sentence `what` with the endpoint, the error and any missing right.
 
         The endpoint may come from the AWS configuration.
         """
@@ -160,7 +160,7 @@ class S3Store:
         max_keys: int,
         retry_time_s: float | None = None,
     ) -> ListPage:
-        """Return one page of a listing in S3's order, from one LIST request."""
+        """Return one page of a listing in the store's order, from one LIST request."""
         call = list_call(prefix, delimiter, start_after, max_keys, token)
         return await self.requester.send(
             call, lambda answer: parse(answer.body, prefix), retry_time_s=retry_time_s
@@ -174,9 +174,9 @@ class S3Store:
 async def open_store(
     settings: S3Settings, described: Described = lambda _info: None
 ) -> AsyncIterator[S3Store]:
-    """Yield a store with an engine of its own; their tasks end with the block.
+    """Yield a store with an engine of its own; the tasks of both end with the block.
 
-    An exception of the block is raised as it is.
+    An exception of the block is raised as it is, not in a group.
     """
     async with open_engine(settings.max_connections) as engine:
         yield S3Store(settings, engine, described=described)
