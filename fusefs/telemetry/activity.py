@@ -20,7 +20,7 @@ IDLE_S = 10.0
 
 
 class Activity:
-    """The time of a mount's last activity. Belongs to the event loop."""
+    """Paces the periodic tasks of a mount by its last activity. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -33,7 +33,7 @@ class Activity:
             self._resting = None
 
     async def pause(self, seconds: float, idle_s: float = IDLE_S) -> None:
-        """Sleep for `seconds`; in an idle mount, until an activity or for up to `idle_s`."""
+        """Sleep for `seconds`; in an idle mount, until the next activity, `idle_s` at most."""
         if seconds >= idle_s or time.monotonic() - self._last < IDLE_AFTER_S:
             await trio.sleep(seconds)
             return

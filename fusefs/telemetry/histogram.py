@@ -46,7 +46,7 @@ class Histogram:
             self._sort_new()
 
     def weigh(self, seconds: float, weight: int) -> None:
-        """Count an observation `weight` times, because it stands for this many requests."""
+        """Count an observation that stands for `weight` requests."""
         weighed = self._weighed
         if weight != self._weight or len(weighed) == MOST_NEW:
             self._sort_new()

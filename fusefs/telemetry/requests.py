@@ -45,7 +45,7 @@ class RequestTimes:
         self._others: dict[tuple[int, str], Histogram] = {}
 
     def sampled(self, opcode: int, began: float) -> None:
-        """Record the time since `began` (monotonic s) of a request already in `counts`."""
+        """Record the time since `began` (monotonic s) for `period` requests already in `counts`."""
         self.timed(((opcode, time.monotonic() - began),), self.period)
 
     def timed(self, times: Sequence[tuple[int, float]], weight: int) -> None:
@@ -68,7 +68,10 @@ class RequestTimes:
         self._ok[opcode].observe(time.monotonic() - began)
 
     def failed(self, opcode: int, began: float, number: int | None, weight: int = 1) -> None:
-        """Count a request that failed with errno `number`; `began` is 0 if it was not timed."""
+        """Count a request that failed with errno `number`, or None for a failure without an errno.
+
+        The time since `began` (monotonic s; 0: not timed) stands for `weight` requests.
+        """
         outcome = "refused"
         if number == errno.EINTR:
             outcome = "interrupted"

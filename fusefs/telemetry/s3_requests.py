@@ -42,7 +42,7 @@ class S3Requests:
         times[1].observe(whole_s)
 
     def samples(self) -> dict[str, list[Sample]]:
-        """Return the samples of `requests_total` and of the two durations."""
+        """Return the samples of the requests' number and their two durations, by metric."""
         totals, first_bytes, wholes = [], [], []
         for (operation, code), (first_byte, whole) in self._times.items():
             name = operation.removeprefix("CLUSTER ").lower().replace(" ", "_")
@@ -63,7 +63,7 @@ CLUSTER_REQUESTS = S3Requests("cluster_cache")
 
 
 def cause_of(operation: str) -> int:
-    """Return the number of the cause that a request waits for until its answer begins."""
+    """Return the `WaitCause` of programs that wait until a request's answer begins."""
     return _CAUSES.get(operation, WaitCause.S3_FIRST_BYTE)
 
 

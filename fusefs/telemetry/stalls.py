@@ -57,14 +57,14 @@ KEPT_S = 300.0
 
 
 class Pressure(NamedTuple):
-    """The stalled and the waiting times in seconds, both by the numbers of the causes."""
+    """The stalled and the waiting seconds of each cause, at the index of its number."""
 
     stalled: tuple[float, ...]
     wait: tuple[float, ...]
 
 
 class _Counted:
-    """The times of one cause (see `Pressure`), and when the count `waiters` last `changed`."""
+    """The times of one cause (see `Pressure`), and when (`changed`) its `waiters` last changed."""
 
     __slots__ = ("changed", "stalled", "wait", "waiters")
 
@@ -145,7 +145,7 @@ STALLS = Stalls()
 
 
 class Work:
-    """An activity that requests may wait for; see the module's docstring."""
+    """An activity, such as a download, that any number of requests may wait for."""
 
     __slots__ = ("_causes", "_stalls", "_waiters")
 
@@ -276,7 +276,7 @@ def waiting_for(work: Work) -> _Waiters:
 
 
 class stage:
-    """Note the cause that delays this task's work in a block (`with stage(WaitCause.METADATA)`)."""
+    """Note that a cause delays this task's work in a block (`with stage(WaitCause.METADATA)`)."""
 
     __slots__ = ("_cause", "_work")
 
