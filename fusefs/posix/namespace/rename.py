@@ -250,10 +250,10 @@ class NameChanges(CreateRemove):
             condition = IF_ABSENT if is_strict else Expect(known_etag)
             made = await self._make(inode, staged, entry, described, new, condition)
             moved = {made.source.version: made.new} if made is not None else {}
-            uncached = await self._mover.move_cached(moved)
+            is_copy = made is not None and made.sent is None
+            uncached = await self._mover.move_cached(moved if is_copy else {})
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(entry, Absent):
-                is_copy = made is not None and made.sent is None
                 etag = made.source.etag if made is not None and is_copy else (staged or entry).etag
                 is_new = known_etag is None
                 await self._delete_renamed(old_key, etag or None, made, rival, is_new=is_new)

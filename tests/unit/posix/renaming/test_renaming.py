@@ -110,6 +110,18 @@ async def test_a_file_that_is_written_goes_on_under_the_new_name(process: Proces
     assert process.store.contents() == {"new/log": b"onetwothree"}
 
 
+async def test_an_overwritten_file_that_is_put_under_its_new_name_has_its_new_content(
+    process: Process,
+) -> None:
+    """And not what was cached under the old name, which is that of a temporary file."""
+    process.store.put("a.tmp", b"old")
+    assert await process.load("a.tmp") == b"old"
+    await process.overwrite("a.tmp", b"new")
+    await process.rename("a.tmp", "b")
+    assert process.store.contents() == {"b": b"new"}
+    assert await process.load("b") == b"new"
+
+
 @states("If the rename of a directory fails its copies are removed.")
 @pytest.mark.parametrize("error", [UnreachableError("new/4"), OSError(errno.ENOSPC, "full")])
 async def test_copies_that_cannot_be_made_are_taken_back(process: Process, error: OSError) -> None:
