@@ -100,7 +100,7 @@ class ThrottledError(StoreError):
 
 
 class UnreachableError(StoreError):
-    """S3 gave no usable answer (refused connection, time-out, 5xx), despite retries if useful."""
+    """S3 gave no usable answer (time-out, 5xx, bad certificate); retries failed or can't help."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,7 +352,7 @@ class UnansweredChanges:
         return []
 
     def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        """Record that S3 has confirmed the object `found` at `key`, or that it has none (None)."""
+        """Record that S3 has confirmed `found` as the object at `key`; None: the key has none."""
 
     def renamed_below(self, prefix: str) -> None:
         """Record that no object should be left below a prefix: the directory was renamed."""

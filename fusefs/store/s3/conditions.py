@@ -65,7 +65,7 @@ class Fence:
         return None if _named(operation, condition) in self._unsupported else condition
 
     def relies_on(self, operation: str, condition: Strict) -> bool:
-        """True if `condition` is sent with `operation`, and the store honours conditions."""
+        """True if `condition` is sent with `operation` and the store is known to honour it."""
         return self.sent(operation, condition) is not None and bool(self.capabilities.conditions)
 
     async def send(
@@ -141,7 +141,7 @@ class Fence:
     async def strictly(
         self, key: str, condition: Strict, send: Callable[[Strict], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Make a change of `key` by `send` on exactly this condition, never over another object.
+        """Make a change of `key` by `send` on this condition alone (None: unconditionally).
 
         Ceph's gateway refuses a PUT over the ETag that it reports, unless sent without quotes.
 

@@ -105,10 +105,9 @@ def upload_id(answer: Completion) -> str:
 
 
 def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dict[str, str] | None]:
-    """Return one page of an upload's parts, and the markers of the next page or None.
+    """Return one page of an upload's parts, and the next page's query parameters or None.
 
-    Markers are query parameters with which a request continues a listing; `start` has those of this
-    page ({} for the first).
+    `start` has the parameters with which this page was requested ({} for the first page).
 
     Raises:
         AttemptError: the answer is no page of parts, or lacks the marker of the next page.
@@ -126,7 +125,7 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
 def uploads(
     start: Mapping[str, str], answer: Completion
 ) -> tuple[list[PendingUpload], dict[str, str] | None]:
-    """Return one page of a bucket's uploads, and the next page's markers or None; see `parts`."""
+    """Return a page of a bucket's uploads, and the next page's parameters or None; see `parts`."""
     root = read(answer, "ListMultipartUploadsResult")
     is_encoded = text_of(root, "EncodingType") == "url"
 
@@ -151,9 +150,9 @@ def _rows(root: Element, tag: str, row: Callable[[Element], T]) -> list[T]:
 def _behind(
     root: Element, start: Mapping[str, str], markers: Mapping[str, str]
 ) -> dict[str, str] | None:
-    """Return the markers of the page after `root`, which began at `start`; None for the last page.
+    """Return the query parameters of the page after `root`; None if `root` is the last page.
 
-    `markers` maps each query parameter to the element that has its next value.
+    `start` has this page's parameters, `markers` the element with the next value of each.
 
     Raises:
         AttemptError: there is no next value, or the next page would be this page again.

@@ -177,7 +177,7 @@ class RangeDownload:
         return self.position - self._began_at >= PROGRESS
 
     def completed(self, transfer: Transfer) -> Completion:
-        """Record what an attempt that reports no progress has received; return its completion."""
+        """Take over the file and progress of a finished transfer; return the completion."""
         completion = transfer.completion
         assert completion is not None
         if self.new is not None and self._path is not None and (fd := transfer.take_file()) >= 0:

@@ -538,7 +538,7 @@ async def _listed(
     call: Callable[[dict[str, str]], Call],
     read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
 ) -> list[T]:
-    """List all pages: `call` makes a page's request, `read` returns entries and next markers."""
+    """List all pages: `call` makes a page's request, `read` returns entries and the next start."""
     found: list[T] = []
     start: dict[str, str] | None = {}
     while start is not None:
