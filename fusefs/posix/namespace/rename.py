@@ -426,8 +426,10 @@ class NameChanges(CreateRemove):
                 rival.state = state
             if made is not None:
                 # If a late delete may still succeed, the new object may soon be the only one.
-                may_go = is_new and is_there is True and not self._unanswered.concerns(key)
-                await self._take_back(made.new, rival, may_go=may_go)
+                is_kept = is_there is True and not self._unanswered.concerns(key)
+                if is_kept and made.sent is None:
+                    await self._cache.move(made.new.version, made.source.version)
+                await self._take_back(made.new, rival, may_go=is_new and is_kept)
             raise
 
     async def _is_there(self, key: str, etag: str | None) -> bool | None:
@@ -467,10 +469,10 @@ class NameChanges(CreateRemove):
         self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """Rename everything below a prefix in this mount's state, once all objects are copied."""
-        uncached = await self._mover.move_cached(copies.by_version())
         await self._expect(copies)
         # If deletes are not allowed at all, this fails before the switch.
         await copies.delete_marker()
+        uncached = await self._mover.move_cached(copies.by_version())
         async with AsyncExitStack() as stack:
             held: set[StagedFile] = set()
             while (

@@ -535,6 +535,27 @@ async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploa
     assert process.store.contents() == {"old": b"moved"}
 
 
+@pytest.mark.parametrize(("old", "path"), [("a", "a"), ("old", "old/a")])
+async def test_a_file_is_read_on_after_a_rename_that_fails(
+    process: Process, old: str, path: str
+) -> None:
+    """Without another request for what is cached; the copy that was made is gone."""
+    content = os.urandom(1 << 20) * 40
+    process.store.put("old/")
+    process.store.put(path, content)
+    fh = await process.open(path)
+    assert await process.read(fh, 0, 4096) == content[:4096]
+    process.store.before = failing(AccessDeniedError(), ("DELETE", "a"), ("DELETE", "old/"))
+    with pytest.raises(AccessDeniedError):
+        await process.rename(old, "new")
+    for at in (30 << 20, 0):
+        assert await process.read(fh, at, 4096) == content[at : at + 4096]
+    gets = process.store.count("GET")
+    again = await process.open(path)
+    assert await process.read(again, 0, 4096) == content[:4096]
+    assert process.store.count("GET") == gets
+
+
 async def test_what_is_read_past_the_cache_while_it_is_renamed_is_read_under_its_new_name(
     process: Process,
 ) -> None:
