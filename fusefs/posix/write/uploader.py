@@ -40,6 +40,7 @@ from fusefs.store.errors import (
     StoreError,
     UnsupportedError,
 )
+from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
 from fusefs.store.s3.multipart import Upload
 from fusefs.telemetry.stalls import WaitCause, Work, stage, waiting_for
@@ -221,7 +222,7 @@ class Uploader(UploadSteps):
             if delay_s:
                 await self._until_left_alone(staged, attempt, delay_s)
             while staged.is_dirty:
-                if attempt.is_background:
+                if attempt.is_background and not attempt.hurry.is_set():
                     attempt.scope.deadline = trio.current_time() + BACKGROUND_S
                 with attempt.scope, attempt.work.doing():
                     try:
@@ -356,6 +357,9 @@ class Uploader(UploadSteps):
         if theirs is not None and await self.is_content_of(theirs, staged):
             # Uploaded by an earlier process that died before it could record this.
             self.note_uploaded(staged, theirs, described)
+            # The object has the attributes of the earlier attempt.
+            sent = without_token(theirs.metadata or {})
+            staged.is_meta_dirty = sent != staged.described().as_metadata()
             self._unanswered.confirm(theirs.key, theirs)
             self._landed(staged, theirs)
             return

@@ -9,10 +9,11 @@ import pytest
 import trio
 import trio.testing
 
-from fusefs.posix.write import uploader
+from fusefs.posix.write import upload_steps, uploader
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore, Stop, failing
+from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.mortal_mount import MortalMount, Process
 from tests.support.waiting import eventually
 
@@ -64,6 +65,22 @@ async def test_what_is_appended_meanwhile_waits_for_nothing(process: Process, st
     assert process.store.contents() == {"file": b"content"}
     await process.close(fh)
     assert process.store.contents() == {"file": b"content and more"}
+
+
+async def test_a_sync_that_joins_a_background_upload_ends_on_a_slow_link(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_steps, "IN_PARTS", 4)
+    monkeypatch.setattr(uploader, "BACKGROUND_S", 0.05)
+    store = mount.store = UploadingStore(4)
+    async with mount.serving() as process:
+        fh = await process.create("file", b"two parts")
+        store.pause = partial(trio.sleep, 0.1)
+        (staged,) = process.writer.staging
+        process.writer.uploads.start(staged, is_background=True)
+        with trio.fail_after(LIMIT_S):
+            await process.writer.flusher.fsync(fh)
+    assert store.contents() == {"file": b"two parts"}
 
 
 async def test_who_writes_does_not_wait_for_credentials(
