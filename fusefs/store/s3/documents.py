@@ -50,7 +50,7 @@ def read(answer: Completion, tag: str) -> Element:
     """
     try:
         root = ElementTree.fromstring(answer.body.strip())
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # also of odd encodings
         raise no_result() from error
     found = root.tag.rpartition("}")[2]
     if found == "Error":

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import AttemptError, UnsupportedError
 from fusefs.store.interface import ListPage, ObjectInfo
+from fusefs.store.s3 import documents
 from fusefs.store.s3.list import parse
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
 
@@ -264,3 +266,11 @@ async def test_pages_are_of_the_prefix_alone() -> None:
     assert (second.next_token, second.listed_at) == (None, first.listed_at)
     assert (await listings.page("d/", "/", "d/b", 9)).prefixes == ["d/é/"]
     assert (listings.count, listings.has("d/x", "/"), listings.has("d/", "")) == (1, True, False)
+
+
+@pytest.mark.parametrize("encoding", ["Shift_JIS", "none"])
+def test_a_document_in_an_odd_encoding_is_no_result(encoding: str) -> None:
+    body = f'<?xml version="1.0" encoding="{encoding}"?><CopyObjectResult/>'.encode()
+    answer = Completion(200, {}, body, 0, None, 0, 0, "", False, 0, 0, 0)
+    with pytest.raises(AttemptError, match="did not say what it did"):
+        documents.read(answer, "CopyObjectResult")
