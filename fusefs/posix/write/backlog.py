@@ -14,7 +14,7 @@ from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.posix.write.flush import Flusher, pause_s
 from fusefs.posix.write.removals import Removal
 from fusefs.posix.write.staging import Staging
-from fusefs.store.errors import CredentialsError
+from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.telemetry.activity import ACTIVITY
 
 logger = logging.getLogger("fusefs.writing")
@@ -77,10 +77,13 @@ class Backlog:
 
         The contents stay on the local disk, but no mount uploads them. In the result `files` counts
         the files given up, `in_use` has the keys of open files, `remaining` counts all other files.
+
+        Raises:
+            StoreError: nothing could be given up in this time.
         """
-        files, in_use = await self._deferred.give_up(key), []
-        waiting = self.files(key)
-        with trio.move_on_after(GIVE_UP_S):
+        files, in_use, waiting = 0, list[str](), self.files(key)
+        with trio.move_on_after(GIVE_UP_S) as scope:
+            files += await self._deferred.give_up(key)
             while waiting:
                 staged = waiting[-1]
                 if await self._uploads.give_up(staged):
@@ -88,6 +91,8 @@ class Backlog:
                 else:
                     in_use.append(staged.key)
                 waiting.pop()
+        if scope.cancelled_caught and not files:
+            raise StoreError(f"no answer within {GIVE_UP_S:.0f} s")
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:

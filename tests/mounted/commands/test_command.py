@@ -21,6 +21,8 @@ from tests.support.sharing import shared_mount
 from tests.support.waiting import until
 
 MIB = 1 << 20
+# systemd sends both to every process of a service or session.
+SERVICE_ENDS = [signal.SIGTERM, signal.SIGHUP]
 
 
 def nothing_is_left(mount: Mount, pid: int) -> bool:
@@ -92,16 +94,9 @@ def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> No
     assert subprocess.run(command, cwd=one.path, check=False, timeout=LIMIT_S).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("numbers", "has_whole_service"),
-    [
-        ((signal.SIGTERM,), False),
-        ((signal.SIGINT,), False),
-        ((signal.SIGTERM, signal.SIGHUP), True),
-    ],
-)
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], SERVICE_ENDS])
 def test_a_signal_detaches_a_mount_that_is_in_use(
-    bucket: Bucket, mounter: Mounter, numbers: tuple[int, ...], has_whole_service: bool
+    bucket: Bucket, mounter: Mounter, numbers: list[int]
 ) -> None:
     bucket.put("a", os.urandom(3 * MIB))
     one = mounter()
@@ -109,7 +104,7 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
     assert keeper is not None
     with (one.path / "a").open("rb") as file:
         for number in numbers:
-            for process in (pid, keeper) if has_whole_service else (pid,):
+            for process in (pid, keeper) if numbers == SERVICE_ENDS else (pid,):
                 os.kill(process, number)
         until(lambda: mountinfo.find_mount(one.path) is None, "the mount is detached")
         assert len(file.read()) == 3 * MIB

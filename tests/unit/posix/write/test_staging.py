@@ -122,6 +122,21 @@ async def test_a_change_by_name_does_not_wait_for_readers_to_close(
         await eventually(landed.is_set)
 
 
+async def test_where_the_bucket_does_not_answer_nothing_is_given_up(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "GIVE_UP_S", 0.1)
+    mount.store.put("file", b"old", mode=str(stat.S_IFREG | 0o644))
+    async with mount.serving() as process:
+        await process.set_attributes("file", mode=0o600)
+        mount.store.pause = trio.sleep_forever
+        process.writer.backlog.hurry("")
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(LIMIT_S), pytest.raises(StoreError, match="no answer"):
+            await process.writer.backlog.give_up("")
+        mount.store.pause = trio.lowlevel.checkpoint
+
+
 async def test_what_waits_is_as_old_as_it_was_under_the_next_process(mount: MortalMount) -> None:
     async with mount.serving() as process:
         await process.create("log", b"line")
