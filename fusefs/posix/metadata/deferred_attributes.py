@@ -167,7 +167,7 @@ class DeferredAttributes:
         self._by_key: dict[str, DeferredChange] = {}
         # Changes that a rename or an upload under way has taken; they stay recorded until its end.
         self._taken: set[DeferredChange] = set()
-        # Heap by due time; entries that were sent or taken meanwhile are skipped.
+        # Heap by due time; entries that were sent, taken or put off meanwhile are skipped.
         self._queue: list[tuple[float, int, DeferredChange]] = []
         self._numbers = itertools.count()
         self._is_running = False
@@ -345,8 +345,9 @@ class DeferredAttributes:
                         await self._is_sooner.wait()
                     continue
                 await self._due.acquire()
-                _, _, entry = heapq.heappop(self._queue)
-                if self._by_key.get(entry.key) is entry and entry.sending is None:
+                due, _, entry = heapq.heappop(self._queue)
+                is_due = entry.due <= due and entry.sending is None
+                if is_due and self._by_key.get(entry.key) is entry:
                     self._nursery.start_soon(partial(self._send_unattended, entry, is_due=True))
                 else:
                     self._due.release()

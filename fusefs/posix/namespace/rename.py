@@ -43,12 +43,14 @@ RENAME_NOREPLACE = 1
 class Made(NamedTuple):
     """A renamed file's object under the new key, and the source of its content.
 
-    `sent` is the file's `meta_changes` when it was sent by a PUT, None for a copy.
+    `sent` is the file's `meta_changes` when it was sent by a PUT, None for a copy; `described`
+    is the file's `meta_changes` that a copy has, None if they were not sent with it.
     """
 
     source: ObjectInfo
     new: ObjectInfo
     sent: int | None = None
+    described: int | None = None
 
 
 class NameChanges(CreateRemove):
@@ -303,7 +305,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Set the ETag that a renamed file's upload is to replace, or note that it is uploaded."""
+        """Set the ETag that a renamed file's upload is to replace, or note what is uploaded."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
@@ -312,6 +314,8 @@ class NameChanges(CreateRemove):
             staged.etag = replaced_etag
         elif made.source.etag == staged.etag:  # else the upload will find the conflict
             staged.etag = made.new.etag
+        if made is not None and made.described == staged.meta_changes:
+            staged.is_meta_dirty = False
         staged.exclusive, staged.described_at = None, trio.current_time()
         if made is not None and made.sent is not None:
             self._writer.uploads.note_uploaded(staged, made.new, made.sent)
@@ -338,7 +342,7 @@ class NameChanges(CreateRemove):
             made = await (self._put_new(*new, put) if is_strict else put(condition))
             return Made(source, made, sent)
         if is_there and (is_strict or not is_reserved):
-            return Made(*await self._copy_staged(staged, source, new, condition))
+            return await self._copy_staged(staged, source, new, condition)
         return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
@@ -350,18 +354,13 @@ class NameChanges(CreateRemove):
 
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, new: Name, condition: Condition
-    ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy a locked staged file's object, with the new attributes if only those have changed.
-
-        Returns (the copied version, the copy).
-        """
+    ) -> Made:
+        """Copy a locked staged file's object, with its attributes if only those have changed."""
         if staged.is_content_dirty or not staged.is_meta_dirty:
-            return await self._copy(source, new, condition, None)
-        changes = staged.meta_changes
-        copied = await self._copy(source, new, condition, staged.described())
-        if copied[0] is source and staged.meta_changes == changes:
-            staged.is_meta_dirty = False
-        return copied
+            return Made(*await self._copy(source, new, condition, None))
+        described = staged.meta_changes
+        copied, made = await self._copy(source, new, condition, staged.described())
+        return Made(copied, made, described=described if copied is source else None)
 
     async def _copy(
         self, source: ObjectInfo, new: Name, condition: Condition, meta: Meta | None

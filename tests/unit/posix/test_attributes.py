@@ -17,7 +17,12 @@ from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata import deferred_attributes
-from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes, OwnObjects
+from fusefs.posix.metadata.deferred_attributes import (
+    AT_ONCE,
+    RETRY_S,
+    DeferredAttributes,
+    OwnObjects,
+)
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
@@ -340,6 +345,7 @@ class Bucket(MemoryStore):
         self.refuses = False
 
     async def copy(self, source: ObjectVersion, key: str, _write: Write) -> ObjectInfo:
+        self.requests.append(("COPY", key))
         await self.may_end.wait()
         if self.refuses:
             raise StoreError("refused")
@@ -401,6 +407,21 @@ async def test_a_change_waits_while_there_are_very_many_unless_the_bucket_takes_
         await trio.sleep(1)
         with trio.fail_after(0.01):  # not until what was refused is tried again
             await attributes.wait_for_room()
+
+
+async def test_a_change_is_tried_again_once_however_often_it_was_refused(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    bucket = Bucket()
+    bucket.refuses = True
+    bucket.may_end.set()
+    async with changed(bucket, tmp_path, 1) as attributes:
+        for _ in range(10):
+            with pytest.raises(StoreError):
+                await attributes.flush("file0")
+        before = bucket.count("COPY")
+        await trio.sleep(2.5 * RETRY_S)
+        assert bucket.count("COPY") == before + 2
 
 
 async def test_a_file_that_is_removed_makes_room(

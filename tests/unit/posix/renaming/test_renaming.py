@@ -2,7 +2,9 @@
 
 import errno
 import os
+import stat
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -554,6 +556,23 @@ async def test_a_file_is_read_on_after_a_rename_that_fails(
     again = await process.open(path)
     assert await process.read(again, 0, 4096) == content[:4096]
     assert process.store.count("GET") == gets
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_mode_is_sent_with_a_rename_or_after_one_that_fails(
+    process: Process, fails: bool
+) -> None:
+    fh = await process.create("old", b"data")
+    await process.writer.flusher.fsync(fh)
+    await process.set_attributes("old", mode=0o600)
+    process.store.before = failing(UnreachableError(), ("DELETE", "old") if fails else "GET")
+    with pytest.raises(UnreachableError) if fails else nullcontext():
+        await process.rename("old", "new")
+    await process.close(fh)
+    await process.writer.deferred.drain()
+    (path,) = process.store.contents()
+    assert process.store.metadata(path)["mode"] == str(stat.S_IFREG | 0o600)
+    assert process.store.count("COPY") == 1 + fails
 
 
 async def test_what_is_read_past_the_cache_while_it_is_renamed_is_read_under_its_new_name(
