@@ -236,7 +236,7 @@ class EvictionOrder:
                 continue
             next_use = self.forecast.next_use(file)
             if next_use is None or next_use in (-use, math.inf):
-                return next_use or math.inf, file
+                return math.inf if next_use is None else next_use, file
             heapq.heapreplace(self._uses, (-next_use, number, file))
         return -math.inf, None
 

@@ -3,7 +3,9 @@
 The ratios are counts of bytes: the files are tiny, and so is the cache.
 """
 
+import math
 import random
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,6 +81,15 @@ def test_what_is_ahead_evicts_nothing_that_is_kept() -> None:
         assert order.next() is kept
     finally:
         Room.used = 0
+
+
+@pytest.mark.parametrize("next_use", [0.0, 6.0])
+def test_what_a_plan_uses_next_makes_no_room_for_what_it_uses_later(next_use: float) -> None:
+    """Also at the start of its time."""
+    order = EvictionOrder(Room())
+    order.forecast = Mock(since=-math.inf, frontier=5.0, next_use=lambda _file: next_use)
+    planned = placed(order, "planned", 50)
+    assert order.next(is_ahead=True) is (planned if next_use > 5.0 else None)
 
 
 def test_what_is_ahead_has_a_bounded_share_of_a_full_cache() -> None:
