@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import trio
@@ -41,7 +42,7 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     backing_ids = {handle.backing_id for handle in state.handles.values()}
     read = {backing[id][1] for id in backing_ids if id in backing}
     whole = await operations.cache.whole_files(read) if read else {}
-    dropped = _taken_out(operations, state, backing)
+    dropped = _taken_out(operations, backing)
     for index, logged in enumerate(state.handles.values()):
         await _restore_handle(operations, logged, backing, whole, dropped)
         if index % 200 == 0:
@@ -57,20 +58,20 @@ async def restore(operations: Operations, state: KernelState, backing: Backing) 
     operations.handles.next_fh = state.next_fh
 
 
-def _taken_out(
-    operations: Operations, state: KernelState, backing: Backing
-) -> dict[int, CacheFile]:
-    """The staged files that the kernel reads by itself, as cache files, by their backing ids."""
-    taken: dict[int, CacheFile] = {}
-    for logged in state.handles.values() if operations.writer is not None else ():
-        inode = operations.inodes.find(logged.nodeid)
-        if logged.mode == PASSTHROUGH and inode is not None and inode.staged is not None:
-            assert operations.writer is not None
-            _, st_ino = backing.get(logged.backing_id, (0, 0))
-            file = operations.writer.sharing.recall(inode.staged, st_ino)
-            if file is not None:
-                taken[logged.backing_id] = file
-    return taken
+def _taken_out(operations: Operations, backing: Backing) -> dict[int, CacheFile]:
+    """The staged files that are registered with the kernel, as cache files, by their backing ids.
+
+    A program may have such a file mapped, even if the journal has no handle of it any more.
+    """
+    writer = operations.writer
+    if writer is None:
+        return {}
+    staged = {os.fstat(file.fd).st_ino: file for file in writer.staging}
+    return {
+        backing_id: writer.sharing.recall(staged[st_ino])
+        for backing_id, (_, st_ino) in backing.items()
+        if st_ino in staged
+    }
 
 
 def restore_table(inodes: InodeTable, state: KernelState) -> None:

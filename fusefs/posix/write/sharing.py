@@ -66,12 +66,11 @@ class Sharing(MountPart):
         backing = inode.staged.backing if inode.staged is not None else None
         return backing is None or bool(await self._backing.register(backing))
 
-    def recall(self, staged: StagedFile, st_ino: int) -> CacheFile | None:
-        """Return a staged file as the `CacheFile` that has `st_ino`; None if it has another one."""
-        if os.fstat(staged.fd).st_ino != st_ino:
-            return None
+    def recall(self, staged: StagedFile) -> CacheFile:
+        """Return the `CacheFile` of a staged file that an earlier process had registered."""
         if staged.backing is None:
-            file = staged.backing = CacheFile.dropped("", staged.size(), st_ino)
+            found = os.fstat(staged.fd)
+            file = staged.backing = CacheFile.dropped("", found.st_size, found.st_ino)
             file.fd = os.dup(staged.fd)
             file.pins = 1
             staged.may_be_mapped = True

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -331,6 +332,9 @@ class Uploader(UploadSteps):
         if staged.is_content_dirty:
             await staged_sums.check(staged)
         described, stamp = staged.meta_changes, staged.stamp()
+        if staged.may_be_mapped:
+            # A mapping's store changes the file's time only if its page has been written back.
+            await trio.to_thread.run_sync(os.fdatasync, staged.fd)
         info = await self.send(staged, attempt.commit)
         base = staged.base
         if base is not None and base.file.is_complete:
