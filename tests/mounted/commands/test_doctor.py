@@ -100,6 +100,13 @@ def test_what_is_not_allowed_is_a_problem_that_names_the_permission(
     assert "s3:PutObject" in found["may put"]["advice"]
 
 
+def test_a_delete_without_an_answer_is_not_allowed(bucket: Bucket, faults: FaultyS3) -> None:
+    faults.add("DELETE", f"{PROBE_NAME}*", stall=True)
+    where = f"s3://{bucket.name}", "--endpoint-url", faults.endpoint_url
+    status, found = examined(*where, "--permissions", **bucket.server.environment)
+    assert (status, found["may delete"]["level"]) == (1, "problem")
+
+
 def test_a_server_that_is_away_is_a_problem_and_text_says_what_to_do(bucket: Bucket) -> None:
     where = f"s3://{bucket.name}", "--endpoint-url", "http://127.0.0.1:9"
     status, found = examined(*where, **bucket.server.environment)
