@@ -13,7 +13,6 @@ it had already made is unmounted.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -32,6 +31,7 @@ from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
 from fusefs.linux import mountinfo, unmount
+from fusefs.linux.files import try_lock
 from fusefs.linux.mount import READ_AHEAD_KIB, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -171,11 +171,10 @@ def _claim(mountpoint: Path) -> Iterator[int]:
     """
     directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(directory):
+            raise LaunchError(f"{mountpoint} is just being mounted by another command")
         refuse_mounted(mountpoint)
         yield directory
-    except BlockingIOError:
-        raise LaunchError(f"{mountpoint} is just being mounted by another command") from None
     finally:
         os.close(directory)
 

@@ -1,5 +1,6 @@
 """The record of mounts and of the processes that serve them."""
 
+import errno
 import functools
 import json
 import os
@@ -15,7 +16,8 @@ import pytest
 import trio
 
 from fusefs.daemon import control_socket
-from fusefs.launch import control, registry, users
+from fusefs.launch import control, launcher, registry, users
+from fusefs.launch.preflight import LaunchError
 from fusefs.linux import sockets
 from tests.support.commands import runtime as runtime
 from tests.support.commands import sleeper as sleeper
@@ -38,6 +40,14 @@ def test_links_that_go_in_circles_end(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="Too many levels"):
         registry.resolve(tmp_path / "a")
+
+
+def test_only_another_command_is_named_as_another_command(tmp_path: Path) -> None:
+    with launcher._claim(tmp_path), pytest.raises(LaunchError), launcher._claim(tmp_path):
+        pass
+    # A fork's error where there are too many processes.
+    with pytest.raises(BlockingIOError), launcher._claim(tmp_path):
+        raise BlockingIOError(errno.EAGAIN, "no process")
 
 
 def test_the_record_of_a_dead_daemon_is_removed(
