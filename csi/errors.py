@@ -1,9 +1,9 @@
 """The errors of CSI calls, each with a gRPC status code and a sentence.
 
-The code decides what the caller does next. After ABORTED, UNAVAILABLE, CANCELLED and
-DEADLINE_EXCEEDED kubelet and the provisioner regard the operation as unfinished and call again;
-after any other code they regard it as failed, clean up, and may never call again. So an error that
-is not known to be final, unexpected exceptions included, is UNAVAILABLE.
+The code decides what the caller does next. After ABORTED, UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED
+and RESOURCE_EXHAUSTED kubelet and the provisioner regard the operation as unfinished and call
+again; after any other code they regard it as failed, clean up, and may never call again. So an
+error that is not known to be final, unexpected exceptions included, is UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
         return _STATUSES[error.code], str(error)
     if isinstance(error, NotImplementedError):
         return grpc.StatusCode.UNIMPLEMENTED, str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return grpc.StatusCode.UNAVAILABLE, f"{where}{error.strerror}"
     return grpc.StatusCode.UNAVAILABLE, f"the driver failed: {type(error).__name__}; see its log"
 
 

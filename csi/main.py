@@ -26,7 +26,7 @@ from fusefs.settings.arguments import Parser
 
 try:
     from csi.daemons import main as daemons
-    from csi.errors import CsiError
+    from csi.errors import CsiError, InvalidArgumentError
     from csi.identity import IdentityService
     from csi.node import config, listing
     from csi.node import service as node
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_up_log(options.log_level.upper())
     try:
         return int(options.run(options))
-    except ConfigurationError as error:
+    except (ConfigurationError, InvalidArgumentError) as error:
         _complain(error)
         return 2
     except (OSError, CsiError) as error:

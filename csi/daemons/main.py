@@ -30,6 +30,7 @@ from csi.daemons.supervisor import Supervisor
 from csi.node.config import CACHE, SUPERVISOR, add_host_path_flag, check_disk
 from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.control import Loop
+from fusefs.linux.descriptors import raise_limit
 from fusefs.linux.processes import close_all_but, die_with_parent
 
 # Time limit for the previous supervisor's answer.
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: the directory of the sockets cannot be used.
         FailedPreconditionError: the cache would be on the system's disk.
     """
+    raise_limit()  # of each mount this process has several descriptors
     if arguments.cache_host_path is not None:
         check_disk(arguments.cache_dir, arguments.cache_host_path)
     _forget_variables()

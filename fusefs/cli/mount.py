@@ -70,7 +70,10 @@ def upgrade(options: argparse.Namespace) -> None:
             {**_files_of_mount(place), **os.environ},
         ),
     }
-    answer = keeper_request(place, request, present.retry_time + UPGRADE_TIMEOUT_S)
+    try:
+        answer = keeper_request(place, request, present.retry_time + UPGRADE_TIMEOUT_S)
+    except control.NotAnsweringError:
+        raise CommandError(f"{place}: the upgrade goes on; fusefs status shows it") from None
     print(f"{shown(str(place))}: daemon {answer['pid']} took over; pause {answer['pause_s']:.1f} s")
 
 

@@ -119,6 +119,7 @@ def test_the_driver_says_who_it_is_and_what_it_has(served: tuple[StandIn, Driver
         (store_errors.UnsupportedError("why"), Code.FAILED_PRECONDITION),
         (store_errors.ThrottledError("why"), Code.UNAVAILABLE),
         (store_errors.UnreachableError("why"), Code.UNAVAILABLE),
+        (OSError(errno.ENOSPC, "why"), Code.UNAVAILABLE),
     ],
 )
 def test_an_error_becomes_its_code_and_sentence(
@@ -346,7 +347,7 @@ sys.exit(main.main())
     ("arguments", "status", "what"),
     [
         (("controller", "--endpoint", "unix:///tmp/x", "--stores", "/no/such"), 2, "/no/such"),
-        (("controller", "--endpoint", "tcp://:1"), 1, "unix:///path"),
+        (("controller", "--endpoint", "tcp://:1"), 2, "unix:///path"),
         (("controller",), 2, "--endpoint"),
         (("node", "--endpoint", "unix:///tmp/x"), 2, "--node-id"),
     ],

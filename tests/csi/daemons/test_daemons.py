@@ -1,6 +1,7 @@
 """Daemons in the container of `fusefs-csi daemons`, and the deaths and roll-outs on both sides."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,12 @@ def test_a_daemon_is_a_user_without_rights_in_the_other_container(
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "500\n"
         node.unpublish("volume", target)
         until(lambda: not node.daemons(), "it has ended")
+
+
+def test_the_daemons_have_all_descriptors_that_they_may(node: Node) -> None:
+    with daemons_of(node, "first", ("prlimit", "--nofile=64:4096")) as first:
+        limits = Path(f"/proc/{first.process.pid}/limits").read_text()
+    assert re.search(r"Max open files +4096 +4096", limits)
 
 
 def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
