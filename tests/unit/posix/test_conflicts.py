@@ -12,9 +12,7 @@ import trio
 import trio.lowlevel
 
 from fusefs.posix.tasks import run_uncancelled
-from fusefs.posix.types import NewAttributes
-from fusefs.store.errors import ExistsError, UnreachableError
-from tests.support.memory_uploads import UploadingStore
+from fusefs.store.errors import ExistsError
 from tests.support.semantics import states
 from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 
@@ -80,29 +78,6 @@ async def test_what_is_not_uploaded_yet_is_renamed_over_no_other_nodes_file(
         await process.rename("tmp", "other", flags=1)
         assert mount.store.contents() == {"file": b"theirs", "other": b"ours"}
         assert not staged.is_dirty
-
-
-async def test_attributes_that_change_during_an_unanswered_upload_get_into_the_bucket(
-    mount: MortalMount,
-) -> None:
-    store = mount.store = UploadingStore(8 << 20)
-    store.put("file", b"old")
-    async with mount.serving() as process:
-        fh = await process.open("file", os.O_RDWR)
-        await process.write(fh, 0, b"new")
-        nodeid = (await process.node("file")).nodeid
-
-        def lose_answer(what: str, _key: str) -> None:
-            if what == "PUT":
-                process.operations.mutations.setattr_now(nodeid, NewAttributes(mode=0o600))
-                raise UnreachableError("no answer")
-
-        store.after = lose_answer
-        with pytest.raises(OSError, match="no answer"):
-            await process.writer.flusher.fsync(fh)
-        store.heal()
-        await process.writer.flusher.fsync(fh)
-        assert store.metadata("file")["mode"] == str(stat.S_IFREG | 0o600)
 
 
 def never() -> None:

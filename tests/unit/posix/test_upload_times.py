@@ -51,13 +51,13 @@ async def test_a_delayed_upload_that_is_given_up_sends_no_other_file(
 ) -> None:
     monkeypatch.setattr(flush, "SHORTEST_S", 0.1)
     process.store.put("log", b"0")
-    for number in range(1, flush.WAITING + 2):
+    for offset in range(1, flush.WAITING + 2):
         fh = await process.open("log", os.O_WRONLY | os.O_APPEND)
-        await process.write(fh, number, b"%d" % number, is_appended=True)
+        await process.write(fh, offset, b"+", is_appended=True)
         await process.close(fh)
     (staged,) = process.writer.staging.pending
     await process.writer.backlog.give_up("log")
     await process.create("other", b"other")
     assert [file.fd for file in process.writer.staging] == [staged.fd]
     await process.writer.uploads.ended(staged)
-    assert process.store.contents() == {"log": b"01234"}
+    assert process.store.contents() == {"log": b"0++++"}

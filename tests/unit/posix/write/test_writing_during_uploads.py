@@ -1,6 +1,7 @@
 """What programs do to a file while it is on its way into the bucket, without a kernel."""
 
 import errno
+import os
 import stat
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import trio
 import trio.testing
 
 from fusefs.posix.write import upload_steps, uploader
-from fusefs.store.errors import CredentialsError, StoreError
+from fusefs.store.errors import CredentialsError, StoreError, UnreachableError
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore, Stop, failing
 from tests.support.memory_uploads import UploadingStore
@@ -26,17 +27,25 @@ def stop(mount: MortalMount) -> Stop:
     return Stop(mount.store, "PUT", "file")
 
 
+@pytest.mark.parametrize("lost", ["", "PUT"])
 async def test_attributes_that_change_meanwhile_get_into_the_bucket(
-    mount: MortalMount, stop: Stop
+    mount: MortalMount, lost: str
 ) -> None:
-    async with mount.serving() as process, trio.open_nursery() as nursery:
-        fh = await process.create("file", b"content")
-        nursery.start_soon(process.close, fh)
+    store = mount.store = UploadingStore(8 << 20)
+    store.put("file", b"old", mode="33188")
+    async with mount.serving() as process:
+        fh = await process.open("file", os.O_RDWR)
+        await process.write(fh, 0, b"new")
+        stop, (staged,) = Stop(store, "PUT", "file"), process.writer.staging
+        store.after = failing(UnreachableError, lost)
+        process.writer.uploads.start(staged)
         await stop.reached.wait()
-        nursery.start_soon(partial(process.set_attributes, "file", mode=0o600))
-        await trio.testing.wait_all_tasks_blocked()
+        await process.set_attributes(staged.inode, mode=0o600)
         stop.go_on.set()
-    assert mount.store.metadata("file")["mode"] == str(stat.S_IFREG | 0o600)
+        await process.writer.uploads.ended(staged)
+        store.heal()
+        await process.writer.uploads.wait(staged)
+    assert store.metadata("file")["mode"] == str(stat.S_IFREG | 0o600)
 
 
 async def test_what_is_written_meanwhile_waits_and_is_no_part_of_the_object(

@@ -10,13 +10,11 @@ import trio
 import trio.testing
 
 from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
-from fusefs.posix.nodes.edit_base import PAGE
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.write import upload_steps, writer
+from fusefs.posix.write import upload_steps
 from fusefs.posix.write.sparse_edit import BaseLostError
 from fusefs.store.errors import UnreachableError
 from tests.support.memory_store import failing
-from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.mortal_mount import MortalMount, Process
 
 MIB = 1 << 20
@@ -118,23 +116,3 @@ async def test_what_waits_for_an_edit_that_is_set_aside_touches_no_other_file(
     os.close(other)
     assert errors == [errno.ESTALE] * 4
     assert process.writer.staging.charged == 0
-
-
-async def test_a_failed_write_puts_no_holes_into_the_object(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill_disk(fd: int, data: bytes, offset: int) -> int:
-        os.pwrite(fd, data[:PAGE], offset)
-        raise OSError(errno.ENOSPC, "full")
-
-    at, page = 8 * MIB, b"n" * PAGE
-    mount.store = UploadingStore(8 * MIB)
-    mount.store.put("file", CONTENT)
-    async with mount.serving() as process:
-        fh = await process.open("file", os.O_RDWR)
-        monkeypatch.setattr(process.writer, "_write_now", lambda *_: 0)
-        monkeypatch.setattr(writer, "write_fully", fill_disk)
-        with pytest.raises(OSError, match="full"):
-            await process.write(fh, at, 2 * page)
-        await process.close(fh)
-    assert mount.store.contents() == {"file": CONTENT[:at] + page + CONTENT[at + PAGE :]}

@@ -18,8 +18,8 @@ PART = 4096
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MortalMount:
-    monkeypatch.setattr(upload_steps, "IN_PARTS", PART)
-    monkeypatch.setattr(writer, "IN_PARTS", PART)
+    for module in (sparse_edit, upload_steps, writer):
+        monkeypatch.setattr(module, "IN_PARTS", PART)
     mount = MortalMount(tmp_path)
     mount.store = UploadingStore(PART)
     return mount
@@ -71,11 +71,14 @@ async def test_an_edit_that_the_bucket_has_does_not_fail_for_want_of_room_on_the
     fh = await process.open("file", os.O_RDWR)
     await process.write(fh, 0, b"y" * PART)
 
-    async def fail(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")
 
     with monkeypatch.context() as full:
         full.setattr(sparse_edit.SparseEditor, "_bring", fail)
+        full.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="full"):
+            await process.write(fh, 2 * PART, b"lost" * PART)
         await sync(process, fh)
     await process.write(fh, PART, b"z" * PART)
     assert await process.read(fh) == b"y" * PART + b"z" * PART + b"x" * 2 * PART
