@@ -121,8 +121,7 @@ class Backlog:
                     self._staging.release(staged)
                 continue
             if staged in finished:
-                staged.close()
-                self._staging.try_record(staged)
+                self._staging.close(staged)
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         for entry in self._deferred.pending(""):
             logger.error("the attributes of %s are not in the bucket; kept on record", entry.key)

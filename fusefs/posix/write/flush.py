@@ -353,7 +353,10 @@ class Flusher(MountPart):
             or not self.prefix_lock.is_open_at(staged.key)
         ):
             return False
-        self.deferred.put(info, staged.described())
+        try:
+            self.deferred.put(info, staged.described())
+        except OSError:
+            return False  # the staged file's own record has them
         staged.is_meta_dirty = False
         self._return_to_cache(staged)
         return True
@@ -504,8 +507,7 @@ class Flusher(MountPart):
         if staged.is_closed and self.uploads.is_under_way(staged):
             return
         if not staged.is_closed:
-            staged.close()
-            self._staging.try_record(staged)
+            self._staging.close(staged)
         delay_s = self.delay_s(staged, staged.key)
         attempt = self.uploads.start(staged, delay_s or 0.0)
         if delay_s is None:

@@ -275,9 +275,9 @@ class Staging:
         return True
 
     def close(self, staged: StagedFile) -> None:
-        """Set a file's state to CLOSED, and record it: a program relies on the content now."""
+        """Set a file's state to CLOSED: a program relies on the content now. Try to record it."""
         staged.close()
-        self.record(staged)
+        self.try_record(staged)
 
     def note_edited(self, staged: StagedFile) -> None:
         """Record that a file is about to be changed by more than appending."""

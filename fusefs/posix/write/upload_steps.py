@@ -283,7 +283,7 @@ class UploadSteps:
             return
         await self.aborts.abort(staged.key, upload, staged.begun_ns)
         staged.upload = staged.upload_state = staged.begun_ns = None
-        self._staging.record(staged)
+        self._staging.try_record(staged)  # an old record names an upload that is gone
 
     # After a conflict with another client
 

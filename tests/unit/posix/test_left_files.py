@@ -9,11 +9,13 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
+from tests.support.waiting import eventually
 
 
 def let_upload(mount: MortalMount, *, may: bool) -> None:
@@ -200,6 +202,8 @@ async def test_a_full_disk_keeps_no_file_from_being_replaced(
         if is_staged:
             await leave(process, "new", b"other")
         await leave(process, "file", b"old")
+        for staged in process.writer.staging:
+            staged.begun_ns = 1  # their uploads in parts are to be aborted
         with monkeypatch.context() as patch:
             patch.setattr(Staging, "record", fail)
             await process.rename("new" if is_staged else "other", "file")
@@ -215,26 +219,36 @@ def is_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "full")
 
 
-@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("how", ["held", "written", "mapped", "described"])
 async def test_the_last_close_takes_place_on_a_full_disk(
-    process: Process, monkeypatch: pytest.MonkeyPatch, *, is_held: bool
+    process: Process, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Also of what was written through a mapping, which no close of a descriptor has kept."""
     fh = await process.create("file", b"1")
-    staged = (await process.node("file")).staged
+    (staged,) = process.writer.staging
     await process.writer.uploads.wait(staged)
+    if how == "described":
+        await process.set_attributes("file", mode=0o600)
     with monkeypatch.context() as context:
         context.setattr(Staging, "record", is_full)
-        if is_held:
+        context.setattr(LineLog, "append", is_full)
+        if how == "held":
             async with process.writer.uploads.locked(staged):
                 process.operations.release(fh)
                 staged.touch()
-        else:
+        elif how == "written":
             await process.write(fh, 0, b"2")
             process.operations.release(fh)
-        await trio.testing.wait_all_tasks_blocked()
-    assert process.writer.staging.pending == []
-    assert process.store.contents() == {"file": b"1" if is_held else b"2"}
+        elif how == "mapped":
+            process.writer.sharing.recall(staged)
+            process.operations.release(fh)
+            os.pwrite(staged.fd, b"2", 0)
+            os.utime(staged.fd, ns=(1, 1))
+            staged.note_stores()
+        else:
+            process.operations.release(fh)
+        await eventually(lambda: not process.writer.staging.pending)
+    assert process.store.contents() == {"file": b"2" if how in ("written", "mapped") else b"1"}
 
 
 async def test_a_file_is_reserved_on_a_full_disk(
