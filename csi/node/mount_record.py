@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
-    """What the driver keeps on record of a mount: its name `key`, its mountpoint `root`.
+    """The record that the driver keeps of a mount: its name `key`, its mountpoint `root`.
 
     `arguments` is the part of its first publish request that must not change, as JSON; `settings`
     are its MountSettings as texts, `environment` has environment variables of its daemon.
