@@ -1,4 +1,4 @@
-"""One file of the cache as the event loop sees it: its bytes and its users."""
+"""State in memory of one cache file: its present bytes, its users and its open descriptor."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Rank(enum.IntEnum):
 class OpenFile(NamedTuple):
     """The result of opening a cache file in a thread.
 
-    `ranges` are its packed ranges (None: its `CacheFile` has them already), `fault` is a disk error
-    or wrong checksum found, `sums` are checksums of bytes that had none, `used_at` is as in `Row`.
+    `ranges` has the file's present ranges, packed (None: the `CacheFile` has them already); `fault`
+    is the disk error or wrong checksum that was found; `sums` are checksums of bytes that had none;
+    `used_at` is the last use on record, in seconds since the epoch.
     """
 
     fd: int
@@ -53,10 +54,11 @@ class CacheFile:
     `is_kept` turns False when the disk fails for the file, whose version is then read past the
     cache. If the error was not the file's fault (`is_passed_over`), `is_kept` is True again when
     the last user has gone. `is_ours` turns False when the catalog's row of the name belongs to
-    another mount's file; this file is then removed with its last user. `sums` are checksums that
-    the catalog does not have yet. `is_checked` is True if this process wrote the file or compared
-    it with its checksums, `is_retained` if it must not be evicted (retention.py). `rank`,
-    `last_use` and `ahead_since` belong to eviction_order.py, which measures time in bytes fetched.
+    another mount's file; this file is then removed when the last user has gone. `sums` are
+    checksums that the catalog does not have yet. `is_checked` is True if this process wrote the
+    file or compared the bytes with the checksums, `is_retained` if the file must not be evicted
+    (retention.py). `rank`, `last_use` and `ahead_since` belong to eviction_order.py, which
+    measures time in bytes fetched.
     `read` has the ranges that were read since they were fetched (None: all). `used_at` is in
     seconds since the epoch, `written_at` in seconds of the monotonic clock.
     """
@@ -97,7 +99,7 @@ class CacheFile:
 
     @classmethod
     def unkept(cls) -> CacheFile:
-        """Make a pinned `CacheFile` without name or bytes, for content not in the bucket yet."""
+        """Make a pinned `CacheFile` without name or bytes, for a new file not in the bucket yet."""
         return cls("", 0, pins=1)
 
     @classmethod
@@ -150,7 +152,7 @@ class CacheFile:
         return self.present.add(start, stop)
 
     def first_read(self, start: int, stop: int) -> int:
-        """Add [start, stop) to `read`; return how many of these bytes were not in it yet."""
+        """Note that [start, stop) was read; return how many of these bytes were not read before."""
         if self.read is None:
             return 0
         new = self.read.add(start, stop)
@@ -159,7 +161,7 @@ class CacheFile:
         return new
 
     def become(self, generation: str, st_ino: int, ranges: bytes) -> None:
-        """Make this object describe another file on the disk, with these packed ranges."""
+        """Make this object describe another file on the disk, which has the packed `ranges`."""
         self.generation, self.st_ino = generation, st_ino
         self.present = RangeMap.unpack(ranges)
         self.read = None
@@ -169,7 +171,7 @@ class CacheFile:
         self.is_checked = not ranges
 
     def summed(self, sums: list[Sum]) -> None:
-        """Add checksums that the catalog does not have yet."""
+        """Add new checksums, to be written to the catalog with the next row."""
         if self.sums is None:
             self.sums = sums
         else:

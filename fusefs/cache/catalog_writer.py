@@ -88,7 +88,7 @@ class CatalogWriter:
         self._used[file.name] = file
 
     def forget(self, file: CacheFile) -> None:
-        """Drop the pending updates of a file."""
+        """Drop the pending row of a file, and take its unrecorded bytes out of the quota."""
         if self._dirty.get(file.name) is file:
             del self._dirty[file.name]
         self._recording.discard(file)
@@ -131,7 +131,7 @@ class CatalogWriter:
 
     @property
     def retaining(self) -> set[str]:
-        """The names of files from `retain` that the catalog may not exclude from eviction yet."""
+        """The names of files given to `retain` whose exclusion may not be in the catalog yet."""
         return {*self._being_retained.values(), *self._retaining.values()}
 
     async def release(self, path: str, stay: Stay, before: float = math.inf) -> bool:
@@ -154,7 +154,7 @@ class CatalogWriter:
         return not (is_pending or file.unrecorded or file.sums) and file.is_ours
 
     async def record(self) -> None:
-        """Write all pending updates except `touch`'s; check if other mounts have written."""
+        """Write all pending updates except last-use times; check if other mounts have written."""
         async with self._counting:
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
             changes, self._changes = self._changes, []
@@ -214,7 +214,7 @@ class CatalogWriter:
             file.recorded_sums(len(row.sums))
 
     async def remove(self, name: str, generation: str, st_ino: int, recorded: int) -> None:
-        """Remove a row of `recorded` bytes now, or with the next batch if that fails."""
+        """Remove a file's row (of `recorded` bytes) now, or with the next batch if that fails."""
         async with self._counting:
             remove = partial(self._catalog.remove, name, generation, st_ino)
             changes, self._changes = self._changes, []
@@ -282,7 +282,7 @@ class CatalogWriter:
         return file.written_at <= before and not file.downloads and not file.unrecorded
 
     async def in_catalog(self, function: Callable[..., Result], *args: object) -> Result | None:
-        """Run `function` in the catalog's thread, shielded; if it fails, warn and return None.
+        """Run `function` in the catalog's thread, uncancellably; if it fails, warn and return None.
 
         A damaged catalog is replaced, and `function` is called again.
         """
@@ -299,7 +299,7 @@ class CatalogWriter:
         return None
 
     async def recover_from(self, error: sqlite3.Error) -> bool:
-        """Replace a damaged catalog by a new one with the files in memory; False if not damaged."""
+        """Begin a new catalog with the files in memory if `error` is damage; else return False."""
         if not is_damage(error):
             return False
         rows = [file.row() for file in self._files.values() if file.recorded]

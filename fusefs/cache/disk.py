@@ -64,7 +64,7 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Disk:
-    """The object files of one principal, of all mounts that share the directory.
+    """The cache files of one principal, for all mounts that share the directory.
 
     The returned descriptors carry a read lock, which keeps other mounts
     from unlinking the file. Each mount locks a byte of its own, so that it can
@@ -87,7 +87,7 @@ class Disk:
         self._byte = 2 + (int.from_bytes(digest, "big") >> 2)
 
     def create(self, name: str, size: int) -> OpenFile:
-        """Create an empty file under a new generation, and open it."""
+        """Create a sparse file of `size` bytes under a new generation, and open it."""
         path = self.new_path(name)
         create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         fd = self._with_folder(name, create)
@@ -105,7 +105,7 @@ class Disk:
         return self.path(name, f"{random.getrandbits(32):08x}")
 
     def created(self, path: str, fd: int) -> OpenFile:
-        """Lock the open, empty file that was created at a `new_path`; return its `OpenFile`."""
+        """Lock the new file `fd`, created at a `new_path`; return an `OpenFile` without ranges."""
         try:
             self._note_use(fd)
             return OpenFile(fd, path.rpartition(".")[2], os.fstat(fd).st_ino, b"")
@@ -115,7 +115,7 @@ class Disk:
             raise
 
     def adopt(self, name: str, path: str) -> tuple[str, int]:
-        """Move a file of this disk into the cache; return its new (generation, st_ino)."""
+        """Move the file at `path` on the same disk into the cache; return (generation, st_ino)."""
         generation = f"{random.getrandbits(32):08x}"
         target = self.path(name, generation)
         self._with_folder(name, partial(os.rename, path, target))
@@ -163,7 +163,7 @@ class Disk:
         return -1
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file; return its descriptor if mapped, else -1; None if in use, not unlinked."""
+        """Unlink a file unless in use (None); return a descriptor if a program maps it, else -1."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -237,7 +237,7 @@ class Disk:
     def remove_orphan(
         self, name: str, generation: str, age_s: float, is_known: Callable[[], bool]
     ) -> None:
-        """Remove a file unless it is in use, not older than `age_s` seconds, or `is_known()`."""
+        """Remove a file older than `age_s` seconds, unless in use, or known to the catalog."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -285,7 +285,7 @@ def is_unused(fd: int) -> bool:
 
 
 async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:
-    """Remove old files without a row, unless `is_ours(name, generation)`; may raise OSError."""
+    """Remove old files without a catalog row if not `is_ours(name, generation)`; raises OSError."""
     for folder in range(FOLDERS):
         for name, generation in await trio.to_thread.run_sync(disk.listed, folder):
             if not is_ours(name, generation):
@@ -306,7 +306,7 @@ def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
 
 
 def hold_in_use(directory: Path) -> int:
-    """Lock a part of a cache directory against removal (purge.py); return the descriptor or -1."""
+    """Lock a principal's part of the cache as in use (purge.py); return the descriptor or -1."""
     fd = -1
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

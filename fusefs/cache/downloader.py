@@ -144,10 +144,10 @@ class Downloader:
     """All downloads of one mount; they run in `nursery`.
 
     Reads past the cache take at most `unkept` bytes of memory. `most_parts` bounds the
-    width of the path; at most `most_small` small files are fetched ahead of readers at a time. If
-    `source` includes a cluster cache, `on_fetched` is called with a pinned file and the range
-    that a download has brought, even if the download was cancelled, as its last reader may have
-    left between the last byte and the end.
+    width of the path (path_meter.py); at most `most_small` small files are fetched ahead of readers
+    at a time. If `source` includes a cluster cache, `on_fetched` is called with a pinned file and
+    the range that a download has brought, even if the download was cancelled, as its last reader
+    may have left between the last byte and the end.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Downloader:
 
     @property
     def room(self) -> int:
-        """The number of bytes that the cache may use now."""
+        """The size in bytes to which the cache may grow now (`Quota.limit`)."""
         return self._cache.quota.limit
 
     async def wait_for(self, file: CacheFile, start: int, stop: int) -> None:
@@ -211,7 +211,7 @@ class Downloader:
                 raise download.error
 
     async def _wait(self, download: Download, position: int, *, is_new: bool) -> None:
-        """Wait with the priority of a reader until the bytes before `position` have arrived."""
+        """Wait as a reader until `download` (just begun if `is_new`) has reached `position`."""
         download.demanded += 1
         if download.demanded == 1:
             self.demand.change(1)

@@ -123,7 +123,7 @@ class EvictionOrder:
         self._fetched_at: list[int] = []
 
     def note_time(self, now: float) -> None:
-        """Record the bytes fetched so far with the time `now` (seconds since the epoch)."""
+        """Record the time `now` (seconds since the epoch) with the bytes `fetched` so far."""
         if self._times and (self.fetched == self._fetched_at[-1] or now <= self._times[-1]):
             return
         self._times.append(now)
@@ -148,7 +148,7 @@ class EvictionOrder:
             file.last_use = self._fetched_at[at - 1]
 
     def least_recent(self, most: int) -> list[CacheFile]:
-        """At most `most` files to unload from memory, least recent first, none of `_latest`."""
+        """At most `most` files to unload, least recent first; none that became kept lately."""
         latest = set(self._latest)
         ranked = chain.from_iterable(self._ranks.values())
         return list(islice((file for file in ranked if file not in latest), most))

@@ -74,7 +74,7 @@ class Evictor:
             await self.tend()
 
     async def tend(self) -> None:
-        """Close removed files no longer mapped, drop obsolete files, and enforce the limits."""
+        """Close unlinked files no longer mapped, drop obsolete versions, enforce the limits."""
         await self._quota.close_unlinked()
         for version, file in await self.cache.take_obsolete():
             if not await self.drop(file) and file.present.total:
@@ -128,7 +128,7 @@ class Evictor:
         self._quota.measure_again()
 
     async def _load_oldest(self) -> bool:
-        """Load the catalog's next oldest files; return False at its end and for a while after."""
+        """Load the catalog's next oldest files; False at the catalog's end and a while after."""
         began = trio.current_time()
         if began < self._learn_at:
             return False

@@ -208,7 +208,7 @@ class FileCache:
         return await trio.to_thread.run_sync(check, limiter=self._threads)
 
     def pin(self, version: ObjectVersion) -> CacheFile:
-        """Pin the file of a version until `unpin`, adding it if needed; `ensure_open` opens it."""
+        """Pin a version's `CacheFile` (made if needed) until `unpin`; does not open the file."""
         name = self.name_of(version)
         file = self.by_name.get(name) or CacheFile(name, version.size)
         file.version = version
@@ -339,9 +339,9 @@ class FileCache:
         return await trio.to_thread.run_sync(opening, limiter=self._threads)
 
     def keep_open(self, file: CacheFile, nursery: trio.Nursery) -> None:
-        """Keep a prefetched file open for a while: compiled code can then answer its first open.
+        """Keep a prefetched file open for a while, so that compiled code can answer its first open.
 
-        For passthrough a task of `nursery` registers the file.
+        For passthrough a task of `nursery` registers the file with the kernel.
         """
         if file not in self._kept_open:
             self.pin_again(file)
@@ -355,7 +355,7 @@ class FileCache:
                 nursery.start_soon(self._register_ahead, self._backing)
 
     async def _register_ahead(self, backing: PassthroughFiles) -> None:
-        """Register prefetched files, several per message, as each message wakes two processes."""
+        """Register prefetched files by few messages to the keeper: each wakes two processes."""
         while files := backing.gathered[:MOST_AT_ONCE]:
             if len(files) < MOST_AT_ONCE:
                 await trio.sleep(GATHER_S)
@@ -397,7 +397,10 @@ class FileCache:
         self.order.fetched += new
 
     async def assume_complete(self, file: CacheFile, st_ino: int) -> None:
-        """Mark a pinned file that the kernel reads as complete, whatever the catalog says."""
+        """Mark a pinned file, whose inode `st_ino` the kernel reads, as complete.
+
+        The catalog may know fewer bytes. A file that has left the cache is forgotten instead.
+        """
         found = await trio.to_thread.run_sync(
             self.disk.generation_of, file.name, st_ino, limiter=self._threads
         )
@@ -542,7 +545,7 @@ class FileCache:
         self._obsolete.append(version)
 
     async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
-        """Return (version, file) of the cached `obsolete` versions; pins no longer protect them."""
+        """Return (version, file) of cached `obsolete` versions; pins protect these no longer."""
         versions, self._obsolete = self._obsolete, []
         found = zip(versions, await self.look_up(versions), strict=True)
         copies = [(version, file) for version, file in found if file is not None]
@@ -566,13 +569,13 @@ class FileCache:
         return file
 
     def put_back(self, file: CacheFile) -> None:
-        """Return a file to the eviction order, unless it is in use, empty or no longer cached."""
+        """Return a file to the eviction order, unless used, retained, empty or no longer cached."""
         is_evictable = not file.pins and file.present.total and not file.is_retained
         if is_evictable and self.by_name.get(file.name) is file:
             self.order.insert(file)
 
     async def evict(self, file: CacheFile, *, for_room: bool = True) -> int:
-        """Unlink an unpinned file; return a descriptor if a program still maps it, else -1.
+        """Unlink an unpinned file; return a descriptor if a program still maps the file, else -1.
 
         The caller closes the descriptor when the kernel no longer uses the blocks. A file
         that is being opened, that another mount uses, or that a pin covers, is not unlinked, but
@@ -626,7 +629,7 @@ class FileCache:
         return None if file.is_retained else self.disk.unlink(file.name, generation)
 
     def set_open(self, file: CacheFile, found: OpenFile) -> None:
-        """Take over the descriptor of a file that a thread has opened or created."""
+        """Take over the result `found` of opening or creating `file` in a thread."""
         file.fd = found.fd
         if found.ranges is not None:
             # It is not the file that was known before, whose ranges no longer exist.

@@ -18,7 +18,7 @@ from fusefs.cache.eviction_order import EvictionOrder
 
 
 class Handover:
-    """Moves files out of a cache for writing, and back as new versions.
+    """Moves files out of a cache for writing, and back as the versions uploaded from them.
 
     Belongs to the event loop.
     """
@@ -38,7 +38,7 @@ class Handover:
         self._ensure_open = ensure_open
 
     async def prepare(self, file: CacheFile) -> bool:
-        """Remove a pinned file's catalog row; False if incomplete or used by another mount.
+        """Remove a pinned file's catalog row; False if not complete or another mount uses the file.
 
         `take_out` or `cancel` must follow. Programs that open the file meanwhile see the changes.
         """
