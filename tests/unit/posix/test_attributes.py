@@ -17,12 +17,7 @@ from fusefs.posix.directory.head_policy import SAMPLE
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata import deferred_attributes
-from fusefs.posix.metadata.deferred_attributes import (
-    AT_ONCE,
-    RETRY_S,
-    DeferredAttributes,
-    OwnObjects,
-)
+from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttributes, OwnObjects
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
@@ -30,7 +25,6 @@ from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.types import Caller, NewAttributes, OpenResult
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Write
 from tests.support.memory_store import HeldCopies, MemoryStore, failing
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
@@ -146,16 +140,6 @@ async def test_what_was_refused_is_refused_when_it_is_requested_again(mount: Mor
             inode = await process.node("file")
             with pytest.raises(FileExistsError):
                 await mutations(process).setxattr(inode.nodeid, b"user.a", b"2", CREATE, caller)
-
-
-async def test_a_change_takes_along_what_can_be_sent_of_the_other_metadata(
-    process: Process,
-) -> None:
-    process.store.put("file", b"x", **{"": "v", "a@b": "v", "empty": "", "kept": "v"})
-    await process.set_attributes("file", mode=0o600)
-    await process.writer.deferred.flush("file")
-    own = {"mode", "mtime", CHANGE}
-    assert process.store.metadata("file").keys() - own == {"kept"}
 
 
 async def test_a_change_that_meets_a_fault_is_given_up(
@@ -407,21 +391,12 @@ async def test_a_change_waits_while_there_are_very_many_unless_the_bucket_takes_
         await trio.sleep(1)
         with trio.fail_after(0.01):  # not until what was refused is tried again
             await attributes.wait_for_room()
-
-
-async def test_a_change_is_tried_again_once_however_often_it_was_refused(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
-    bucket = Bucket()
-    bucket.refuses = True
-    bucket.may_end.set()
-    async with changed(bucket, tmp_path, 1) as attributes:
-        for _ in range(10):
+        for _ in range(3 if refuses else 0):
             with pytest.raises(StoreError):
                 await attributes.flush("file0")
         before = bucket.count("COPY")
-        await trio.sleep(2.5 * RETRY_S)
-        assert bucket.count("COPY") == before + 2
+        await trio.sleep(deferred_attributes.RETRY_S + 1)  # each is tried again once
+        assert bucket.count("COPY") - before == len(attributes)
 
 
 async def test_a_file_that_is_removed_makes_room(

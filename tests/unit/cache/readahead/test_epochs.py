@@ -85,7 +85,6 @@ def test_what_is_ahead_evicts_nothing_that_is_kept() -> None:
 
 @pytest.mark.parametrize("next_use", [0.0, 6.0])
 def test_what_a_plan_uses_next_makes_no_room_for_what_it_uses_later(next_use: float) -> None:
-    """Also at the start of its time."""
     order = EvictionOrder(Room())
     order.forecast = Mock(since=-math.inf, frontier=5.0, next_use=lambda _file: next_use)
     planned = placed(order, "planned", 50)
