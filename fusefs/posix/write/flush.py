@@ -459,7 +459,11 @@ class Flusher(MountPart):
         inode.meta = staged.described()
         self._release(staged, is_taken=is_taken)
         if not staged.is_unlinked and inode.info is not None:
-            self._directories.pending_changes.landed(*split_key(inode.info.key))
+            key, changes = inode.info.key, self._directories.pending_changes
+            now, listed = self._inodes.at(key), changes.get(*split_key(key))
+            # A newer change of the name stays listed until the bucket has it.
+            if (now is None or now.staged is None) and isinstance(listed, ObjectInfo):
+                changes.landed(*split_key(key))
 
     async def _until_let_go(self, staged: StagedFile) -> None:
         """Upload stores through mappings of a closed file, until no program has the file mapped."""

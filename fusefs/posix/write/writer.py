@@ -221,6 +221,8 @@ class Writer(MountPart):
         if inode.info is not known or inode.staged is not staged or not inode.is_current:
             return  # this mount has changed the file meanwhile
         if found is None or found.etag != known.etag:
+            # A reader that has the file open keeps it staged: listings showed it until now.
+            self.directories.pending_changes.landed(*split_key(known.key))
             if inode.parent is not None:
                 directory = self.directories.get(self.inodes.key(inode.parent))
                 self.directories.correct(directory, inode.name, found)

@@ -350,3 +350,20 @@ async def test_what_is_opened_to_be_written_while_its_name_goes_takes_no_name(
     assert is_closed.is_set()
     left = "file" if end == "replaced" else "tmp"
     assert process.store.contents() == {left: b"another file"}
+
+
+async def test_a_file_that_a_reader_keeps_open_hides_no_other(mount: MortalMount) -> None:
+    mount.ttl_s = 0.0
+    async with mount.serving() as process:
+        fh, reader = [await process.open("file", flags) for flags in (os.O_RDWR, os.O_RDONLY)]
+        await process.write(fh, 0, b"changed")
+        await process.close(fh)
+        mount.store.put("file", b"theirs")
+        with pytest.raises(OSError, match="replaced"):
+            await process.open("file", os.O_RDWR)
+        assert await process.load("file") == b"theirs"
+        await process.unlink("file")
+        await process.create("file", b"new")
+        assert await process.read(reader) == b"changed"
+        process.operations.release(reader)
+        assert await process.load("file") == b"new"
