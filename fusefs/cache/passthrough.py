@@ -45,7 +45,10 @@ class Registrar(Protocol):
 
 
 class PassthroughFiles:
-    """The backing ids of a mount; `why` explains `is_on`. Belongs to the event loop."""
+    """The files that one mount has registered with the kernel. Belongs to the event loop.
+
+    `ids` has the id of each file; `is_on` is True if passthrough works, `why` is the reason.
+    """
 
     registrar: Registrar
 
@@ -77,7 +80,7 @@ class PassthroughFiles:
         return hasattr(self, "registrar")
 
     async def turn_on(self, is_negotiated: bool, cache: Path) -> None:
-        """Register a trial file in `cache`; turn passthrough on if the kernel accepts it."""
+        """Turn passthrough on if negotiated and the kernel registers a trial file in `cache`."""
         self.is_on = False
         if not is_negotiated:
             self.why = _NO_PASSTHROUGH
@@ -104,7 +107,7 @@ class PassthroughFiles:
         return backing_id
 
     async def register(self, file: CacheFile) -> int:
-        """Register a pinned, open file; return its id, or 0 if the kernel refuses."""
+        """Register a pinned, open file; return its id, or 0 if refused or passthrough is off."""
         while (event := self._registering.get(file)) is not None:
             await event.wait()
         known = self.find(file)
@@ -118,7 +121,7 @@ class PassthroughFiles:
     async def register_all(self, files: Iterable[CacheFile]) -> list[int]:
         """Register at most MOST_AT_ONCE of these pinned, open files in one message.
 
-        Returns an errno for each file that the kernel refuses; its next open tries again.
+        Returns the errnos of the refused files only; the next open of such a file tries again.
         """
         unique = dict.fromkeys(files)
         new = [file for file in unique if file not in self.ids and file not in self._registering]
@@ -144,7 +147,7 @@ class PassthroughFiles:
                 await event.wait()
 
     def table(self) -> list[tuple[int, int]]:
-        """List the registered files as (id, st_ino), including ids that are being given back."""
+        """List (id, st_ino) of all registered files, also of those that are being given back."""
         used = [(backing_id, file.st_ino) for file, backing_id in self.ids.items()]
         return [*used, *self._leaving.items()]
 

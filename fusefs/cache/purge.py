@@ -71,7 +71,7 @@ def remove(directory: Path) -> None:
 
 
 def _empty(directory: int, device: int, depth: int) -> None:
-    """Remove the content of an open directory; raises OSError if it contains a mount point."""
+    """Remove an open directory's content; OSError at a mount point, or below `depth` levels."""
     with os.scandir(directory) as entries:
         content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in content:

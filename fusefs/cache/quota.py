@@ -99,7 +99,7 @@ class Quota:
         return max(excess, 1) if self._lacks_inodes else excess
 
     def reserve(self, wanted: int) -> bool:
-        """Reserve bytes, and an inode as the file may be new; False if they do not fit."""
+        """Reserve `wanted` bytes, and an inode as the file may be new; False if they do not fit."""
         if self.excess(wanted) > 0:
             return False
         self.reserved += wanted
@@ -117,13 +117,13 @@ class Quota:
         self._free -= size
 
     def unlinked(self, fd: int, size: int) -> None:
-        """Note that a file was removed; `fd` is its descriptor if it is still mapped, else -1."""
+        """Note that a file was unlinked; `fd` is its descriptor if a program maps it, else -1."""
         if fd >= 0:
             self._unlinked_in_use[fd] = size
         self.measure_again()
 
     async def close_unlinked(self) -> None:
-        """Close the removed files that the kernel no longer uses."""
+        """Close the unlinked files that no program maps any more, so that the disk frees them."""
         for fd in [fd for fd in self._unlinked_in_use if is_unused(fd)]:
             del self._unlinked_in_use[fd]
             await trio.to_thread.run_sync(os.close, fd)

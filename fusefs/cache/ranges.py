@@ -57,7 +57,7 @@ class RangeMap:
         return self._starts[index], self._stops[index]
 
     def part(self, start: int, stop: int) -> RangeMap:
-        """The ranges, cut to [start, stop)."""
+        """Return the parts of the ranges that lie in [start, stop)."""
         low, high = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         return RangeMap(
             (max(start, self._starts[index]), min(stop, self._stops[index]))

@@ -58,11 +58,11 @@ class Residency:
         return self._others is not None and name not in self._others
 
     def leave(self, file: CacheFile) -> None:
-        """Remove from the files loaded for eviction a file that is in use now, or gone."""
+        """Note that a file, perhaps loaded for eviction, is in use now, or gone."""
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:
-        """Make the files with these names known in memory, from the catalog; ignore others."""
+        """Load the files of these names from the catalog if not in memory; skip unknown names."""
         if self._has_others or self._writer.has_neighbours:
             unknown = [name for name in names if name not in self._files]
             if unknown:
@@ -80,7 +80,7 @@ class Residency:
             after = rows[-1].name
 
     async def load_oldest(self) -> bool:
-        """Load the next page of files for the evictor; False at the end of the catalog."""
+        """Load a page of the next least recently used files; False at the end of the catalog."""
         await self._writer.record()
         if not (self._has_others or self._writer.has_neighbours):
             return False
@@ -95,7 +95,7 @@ class Residency:
         return self._has_others and self._order.first(Rank.KEPT) not in self._from_catalog
 
     async def _load(self, read: Callable[[], list[Row]]) -> tuple[list[CacheFile], list[Row]]:
-        """Call `read` in the catalog's thread, load its rows' files; return the files and rows."""
+        """Call `read` in the catalog's thread; load the files of its rows; return (files, rows)."""
         await self._writer.record()  # else it might return rows of files dropped meanwhile
         rows = await self._writer.in_catalog(read) or []
         new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
@@ -104,7 +104,7 @@ class Residency:
         return [self._files[row.name] for row in rows], rows
 
     async def unload(self, let_go: Callable[[CacheFile], object]) -> None:
-        """Unload the least recently used files above `most`; call `let_go` with each."""
+        """Unload the least recently used files above `most`; `let_go` ends their passthrough."""
         excess = len(self._files) - self._most
         if excess <= 0:
             return
@@ -126,7 +126,7 @@ class Residency:
             await self.learn_names()
 
     async def learn_names(self) -> None:
-        """Fill the filter with the names of all files in the catalog, if there is no filter yet."""
+        """Read the names of all files in the catalog into a `NameFilter`, unless there is one."""
         if self._others is not None:
             return
         await self._writer.record()

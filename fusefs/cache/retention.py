@@ -94,7 +94,7 @@ class Retention:
         return sorted(pin for pin in above(key) if hash(pin) in self._pins)
 
     def covered(self, keys: Iterable[str]) -> set[str]:
-        """Read the catalog's pins, and return those of the keys that a pin covers. Blocks."""
+        """Read the pins from the catalog, and return the given keys that a pin covers. Blocks."""
         self.refresh_now()
         return {key for key in keys if self.covers(key)}
 
@@ -143,7 +143,7 @@ class Retention:
         return True
 
     def _remove(self, pins: KeyRange, is_wanted: Wanted) -> tuple[int, KeyRange | None]:
-        """Remove a page's pins that `is_wanted`; return their count and the range left, or None."""
+        """Remove a page's pins that `is_wanted` accepts; return (count, range left or None)."""
         with self._catalog.transaction(is_durable=True) as db:
             self._read(db)
             found = db.execute(
@@ -212,7 +212,7 @@ class Retention:
         return count
 
     async def release_unused(self, key: str, before: float) -> None:
-        """Let files at and below a key be evicted if last retained before `before` (epoch s)."""
+        """Let files at and below a key be evicted if not retained since `before` (epoch s)."""
         await self._writer.release(key, lambda _keys: (), before)
 
     async def release_file(self, file: CacheFile) -> None:
@@ -224,12 +224,12 @@ class Retention:
         self.note(file, is_retained=False)
 
     def retain_again(self, file: CacheFile) -> None:
-        """Exclude a file of a version in the bucket from eviction if a pin covers its key."""
+        """Exclude a file from eviction if a pin covers the key of its version."""
         if file.version is not None and self.covers(file.version.key):
             self.retain(file, file.version.key)
 
     def retain(self, file: CacheFile, key: str) -> None:
-        """Exclude a file of this key of the bucket from eviction."""
+        """Exclude a file, a version of the object `key`, from eviction."""
         self.note(file, is_retained=True)
         self._writer.retain(key, file.name)
 
@@ -239,7 +239,7 @@ class Retention:
             self.note(file, is_retained=False)
 
     async def learn(self) -> None:
-        """Read from the catalog which files in memory any mount has excluded from eviction."""
+        """Set `is_retained` of all files in memory from the catalog, which any mount may change."""
         await self.refresh()
         await self._writer.record()
         files = list(self._files.values())

@@ -39,17 +39,17 @@ class UnkeptBuffers:
         return self._under_way + self._kept_bytes
 
     def of(self, reader: object) -> tuple[int, bytearray]:
-        """The bytes kept for a reader, and their offset in the file."""
+        """Return (offset in the file, bytes) of what is kept for a reader; (0, b"") if nothing."""
         return self._kept.get(reader, (0, bytearray()))
 
     def ahead(self, reader: object) -> int:
-        """The least number of bytes to download for a read of `reader`."""
+        """The least number of bytes to download for a read and the next reads of `reader`."""
         readers = len(self._kept) + (reader not in self._kept)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Wait until `size` bytes fit or no others are reserved; reserve them during the block."""
+        """Wait until `size` bytes fit, or nothing is in use; reserve them in the `with` body."""
         while self.used + size > self.limit and self.used:
             if self._kept_bytes:
                 self._empty(next(reader for reader, (_, data) in self._kept.items() if data))

@@ -43,7 +43,7 @@ class DirectReader:
             self._fd = os.open(path, flags)  # tmpfs before Linux 6.6 has no O_DIRECT
 
     def read(self, size: int, offset: int) -> memoryview:
-        """Read `size` bytes (at most `BLOCK`); raises OSError. The next call reuses the memory."""
+        """Read `size` (at most `BLOCK`) bytes; raises OSError. The next call overwrites them."""
         first = offset - offset % ALIGNMENT
         last = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
         have = 0

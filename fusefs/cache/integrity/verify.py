@@ -236,7 +236,7 @@ class Integrity:
 def sums_in(
     catalog: Catalog, st_ino: int, generation: str, pending: list[Sum], start: int, stop: int
 ) -> list[Sum]:
-    """Join `pending` and the catalog's checksums of [start, stop), if it is readable. Blocks."""
+    """Join `pending` and, if readable, the catalog's checksums of [start, stop). Blocks."""
     try:
         recorded = catalog.sums(st_ino, generation, start, stop)
     except sqlite3.Error as error:
@@ -271,7 +271,10 @@ def _copy(
     start: int,
     stop: int,
 ) -> OSError | Sum | None:
-    """Pass the bytes [start, stop) of a file to `put` in pieces; return the first fault or None."""
+    """Pass the bytes [start, stop) of a file to `put` in pieces; return the first fault or None.
+
+    `run` is the present range around the bytes: checksums that reach beyond `run` are not used.
+    """
     for first, last, crc in _pieces(sums, run, start, stop):
         try:
             data = os.pread(source, last - first, first)
@@ -290,7 +293,7 @@ def _copy(
 def _pieces(
     sums: list[Sum], run: tuple[int, int], start: int, stop: int
 ) -> Iterator[tuple[int, int, int | None]]:
-    """Yield the ranges to read for [start, stop), each with its checksum, or None without one."""
+    """Yield (first, last, checksum or None) of the ranges in `run` to read for [start, stop)."""
     present = RangeMap(iter([run]))
     usable = [sum_ for sum_ in sums if present.covers(sum_.start, sum_.stop)]
     yield from usable

@@ -34,7 +34,7 @@ TRY_EACH = 8
 
 @dataclass(slots=True)
 class _Begun:
-    """A guessed next file; downloads of its first `stop` bytes were started."""
+    """A file guessed to be opened next; downloads of the first `stop` bytes were started."""
 
     prefix: str
     info: ObjectInfo
@@ -43,7 +43,7 @@ class _Begun:
 
 
 class NextFiles:
-    """Fetches beginnings of a mount's next large files ahead. Belongs to the event loop."""
+    """Fetches the beginnings of large files ahead of their opens. Belongs to the event loop."""
 
     def __init__(self, downloader: Downloader, cache: FileCache, listing: Listing) -> None:
         self._downloader = downloader

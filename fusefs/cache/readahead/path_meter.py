@@ -37,11 +37,11 @@ NEWS = 0.1
 
 
 class PathMeter:
-    """Measures the path of one mount's downloads. Belongs to the event loop.
+    """Measures the path from the bucket to one mount. Belongs to the event loop.
 
     The width is at most `most` parts of `part` bytes; the shares of many readers may add up to
-    more. `latency_s` (seconds) and `rate`
-    (bytes a second, of one connection) are 0 until they have been measured.
+    more. `latency_s` (seconds) and `rate` (bytes a second, of one connection) are 0 until they
+    have been measured.
     """
 
     def __init__(self, most: int, part: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,7 +75,7 @@ class PathMeter:
         return self._base[1] or (self.rate or self._least_rate) * LEAST_WIDTH
 
     def share(self, reader: object) -> int:
-        """Note that a reader reads now; return the number of its parts to download at a time."""
+        """Note that `reader` reads now; return the number of parts to download for it at a time."""
         now = self.clock()
         self._readers[reader] = now
         for other in [each for each, at in self._readers.items() if now - at > IDLE_S]:
@@ -83,7 +83,7 @@ class PathMeter:
         return max(LEAST_SHARE, self.width // len(self._readers))
 
     def leaves(self, reader: object) -> None:
-        """Remove a reader, which needs no share any more."""
+        """Remove a reader that has ended, so that the others get its share of the width."""
         self._readers.pop(reader, None)
 
     def change(self, downloads: int, size: int) -> None:

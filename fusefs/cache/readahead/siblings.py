@@ -51,7 +51,7 @@ FOLDERS_TURN = 8
 
 
 class Listing(Protocol):
-    """The known files of folders, and the known folders."""
+    """The mount's listings: the files and folders that are known without a request."""
 
     def files(self, prefix: str, behind: str) -> Iterator[ObjectInfo]:
         """Yield a folder's files: first those after the key `behind`, then those before it."""
@@ -154,7 +154,7 @@ class Siblings:
         return size >= 0
 
     def _fetch(self) -> None:
-        """Start downloads up to the limits, beginning with the folder that was used last."""
+        """Start downloads of files up to the limits, first in the folder that was used last."""
         # Computed once, as this takes as long as starting a download; the limit hardly changes.
         self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
@@ -204,7 +204,7 @@ class Siblings:
         return self._unread_bytes >= self._most_bytes
 
     def _begin_next(self, folder: _Folder) -> None:
-        """Begin the next folder, after all files of this one were fetched or started."""
+        """Begin the next folder if enough files of this one, all begun by now, were useful."""
         if folder.is_through or folder.useful < FOLDER_AFTER:
             return
         folder.is_through = True

@@ -77,7 +77,7 @@ class Readahead:
         self._jumped(stop)
 
     def _jumped(self, stop: int) -> None:
-        """Begin a new window at `stop`, the end of a read that continues no other window."""
+        """Begin a new window at `stop`, the end of a read that continued no known window."""
         self._stretches += 1
         if not self._has_several:
             # Probably the same reader at another place, not one more reader.
@@ -94,7 +94,7 @@ class Readahead:
             self._scattered.waited(began, ended, are_long=are_long)
 
     def close(self) -> None:
-        """Cancel the file's downloads that nothing else wants; end the reader's share."""
+        """Cancel downloads that nothing else wants; end the reader's share of the path."""
         for window in self._windows:
             window.close()
         self._scattered.close()
@@ -125,7 +125,7 @@ class Window:
         return -tolerance <= start - self._expected <= tolerance
 
     def reads(self, stop: int) -> None:
-        """Note a read in order that ends at `stop`; start downloads of the next bytes if due."""
+        """Note a read in order that ends at `stop`; start downloads if few bytes are left."""
         if stop <= self._expected:
             return
         self._expected = stop
