@@ -30,7 +30,7 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 from time import monotonic, sleep, time_ns
@@ -95,8 +95,6 @@ CREATE TABLE IF NOT EXISTS total (
 """
 # The form of the names that FileCache.name_of returns.
 _NAME = re.compile("[0-9a-f]{32}")
-# Rows of an earlier boot whose files may have lost bytes.
-_UNSAFE = "NOT is_synced AND boot_id != ?"
 
 
 class Total(NamedTuple):
@@ -225,11 +223,9 @@ class Catalog:
                 self._db.execute("INSERT INTO removals VALUES (?)", (time_ns() >> 1,))
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
             # Files that were not synced when the machine stopped can't be trusted.
-            unsafe = self._db.execute(
-                f"SELECT name, generation, st_ino FROM files WHERE {_UNSAFE}", (self._boot_id,)
-            ).fetchall()
-            for name, generation, st_ino in unsafe:
-                self._remove(name, generation, st_ino)
+            unsafe = "WHERE NOT is_synced AND boot_id != ?"
+            for row in self._rows(unsafe, self._boot_id, of_any_boot=True):
+                self._remove(row)
 
     def newest(self, most: int) -> list[Row]:
         """Read the rows of the `most` files that were used last, least recently used first."""
@@ -256,9 +252,9 @@ class Catalog:
             found = self._db.execute(
                 "SELECT name FROM files WHERE name > ? ORDER BY name LIMIT ?", (after, PAGE)
             )
-            names = [name for (name,) in found]
+            names = [name for (name,) in _typed(found, [str])]
         for name in names:
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
+            if not _NAME.fullmatch(name):
                 raise DamagedCatalogError(f"{name!r} is no name of a file")
         return names
 
@@ -266,13 +262,15 @@ class Catalog:
         """Read the first `most` rows of unsynced files after the name `after`, by name."""
         return self._rows("WHERE NOT is_synced AND name > ? ORDER BY name LIMIT ?", after, most)
 
-    def _rows(self, condition: str, *values: object) -> list[Row]:
+    def _rows(self, condition: str, *values: object, of_any_boot: bool = False) -> list[Row]:
         with self._lock, readable_errors():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM files {condition}", values)
-            rows = found.fetchall()
+            # Checked first: SQLite's conditions treat an `is_synced` of 0.5 like 1, the checksum
+            # like 0.
+            rows = _typed(found, _TYPES)
         for row in rows:
             # `_prepare` removes such rows, but a damaged index can hide them from it.
-            if not row[5] and row[6] != self._boot_id:
+            if not (row[5] or of_any_boot) and row[6] != self._boot_id:
                 raise DamagedCatalogError("a row of another boot is left")
         return [_row(row) for row in rows]
 
@@ -331,27 +329,25 @@ class Catalog:
     def remove(self, name: str, generation: str, st_ino: int) -> Total:
         """Remove a row if it still describes this file; return the new total."""
         with self.transaction():
-            self._remove(name, generation, _signed(st_ino))
+            row = self.find(name)
+            if row is not None and (row.generation, row.st_ino) == (generation, st_ino):
+                self._remove(row)
             return self.total()
 
     def rename(self, name: str, generation: str, st_ino: int, new_name: str) -> None:
         """Rename a file's row, or remove it if a row with the new name exists."""
-        file = (name, generation, st_ino)
         with self.transaction():
             row = self.find(name)
-            if row is None or (row.generation, row.st_ino) != file[1:]:
+            if row is None or (row.generation, row.st_ino) != (generation, st_ino):
                 return
-            boot_id = self._db.execute(
-                "SELECT boot_id FROM files WHERE name = ?", (name,)
-            ).fetchone()[0]
-            crc = _checksum(
-                new_name, generation, st_ino, row.size, row.ranges, row.is_synced, boot_id
+            renamed = replace(row, name=new_name)
+            crc = self._checksum_of(renamed, row.ranges, is_synced=row.is_synced)
+            update = self._db.execute(
+                "UPDATE OR IGNORE files SET name = ?, boot_id = ?, crc = ? WHERE name = ?",
+                (new_name, self._boot_id, crc, name),
             )
-            self._db.execute(
-                "UPDATE OR IGNORE files SET name = ?, crc = ? WHERE name = ?",
-                (new_name, crc, name),
-            )
-            self._remove(name, generation, _signed(st_ino))
+            if not update.rowcount:
+                self._remove(row)
 
     def retain(self, identity: str, names: Mapping[str, str], since: float) -> set[str]:
         """Exclude files from eviction; `names` maps keys of the bucket `identity` to file names.
@@ -359,14 +355,13 @@ class Catalog:
         `since` is the current time, in seconds since the epoch. Returns the names of other
         versions of these keys, which were excluded until now.
         """
-        replaced = set()
+        replaced: set[str] = set()
         with self.transaction():
             for key, name in names.items():
-                values = self._db.execute(
+                known = self._db.execute(
                     "SELECT name FROM retained WHERE identity = ? AND key = ?", (identity, key)
-                ).fetchone()
-                if values is not None and values[0] != name:
-                    replaced.add(values[0])
+                )
+                replaced.update(other for (other,) in _typed(known, [str]) if other != name)
                 self._db.execute(
                     "INSERT OR REPLACE INTO retained VALUES (?, ?, ?, ?)",
                     (identity, key, name, since),
@@ -382,11 +377,12 @@ class Catalog:
         `retain` has excluded at or after `before` (seconds since the epoch), stay excluded.
         """
         with self.transaction():
-            rows = self._db.execute(
-                "SELECT CAST(key AS TEXT), name, CAST(since AS REAL) FROM retained"
+            found = self._db.execute(
+                "SELECT key, name, since FROM retained"
                 " WHERE identity = ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
                 (identity, *keys, RETAINED_PAGE),
-            ).fetchall()
+            )
+            rows = _typed(found, [str, str, float])
             names = {key: name for key, name, since in rows if since < before}
             for key in stay(names):
                 del names[key]
@@ -431,18 +427,12 @@ class Catalog:
     def close(self) -> None:
         self._db.close()
 
-    def _remove(self, name: str, generation: str, st_ino: int) -> None:
-        """Remove the row of a file; `st_ino` is signed, as SQLite stores it."""
-        file = (name, generation, st_ino)
-        size = self._db.execute(
-            "SELECT bytes FROM files WHERE name = ? AND generation = ? AND st_ino = ?", file
-        ).fetchone()
-        if size is not None:
-            self._db.execute("DELETE FROM files WHERE name = ?", (name,))
-            self._db.execute(
-                "DELETE FROM sums WHERE st_ino = ? AND generation = ?", (st_ino, generation)
-            )
-            self._add(-size[0], -1)
+    def _remove(self, row: Row) -> None:
+        # A damaged index may have listed the row twice.
+        if self._db.execute("DELETE FROM files WHERE name = ?", (row.name,)).rowcount:
+            file = (_signed(row.st_ino), row.generation)
+            self._db.execute("DELETE FROM sums WHERE st_ino = ? AND generation = ?", file)
+            self._add(-RangeMap.unpack(row.ranges).total, -1)
 
     def _read_data_version(self) -> int:
         with self._lock, readable_errors():
@@ -580,11 +570,16 @@ _COLUMNS = (
 _TYPES = [str, str, int, int, bytes, int, str, float, int, int, int]
 
 
+def _typed(found: sqlite3.Cursor, types: list[type]) -> list[tuple[Any, ...]]:
+    """Fetch all rows; raises DamagedCatalogError if any value is of another type."""
+    rows: list[tuple[Any, ...]] = found.fetchall()
+    if any([*map(type, row)] != types for row in rows):
+        raise DamagedCatalogError("a row has values of wrong types")
+    return rows
+
+
 def _row(values: tuple[Any, ...]) -> Row:
     """Make a `Row` of a database row; raises DamagedCatalogError if its checksum is wrong."""
-    # Checked first: SQLite's conditions treat an `is_synced` of 0.5 like 1, the checksum like 0.
-    if [*map(type, values)] != _TYPES:
-        raise DamagedCatalogError("a row has values of wrong types")
     name, generation, st_ino, size, ranges, is_synced, _, used_at, total, crc, is_retained = values
     if _checksum(*values[:7]) != crc:
         raise DamagedCatalogError(f"the row of {name!r} does not match its checksum")
