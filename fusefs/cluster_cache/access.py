@@ -32,7 +32,7 @@ class AccessError(ValueError):
 
 
 def read(settings: MountSettings) -> dict[str, str]:
-    """Return the contents of the secret files for a daemon, by environment variable. Blocks.
+    """Return the secrets to hand to a daemon: file contents, by environment variable. Blocks.
 
     A daemon, which may start another keeper, returns the contents that it was given itself.
 

@@ -67,13 +67,13 @@ class Block:
     stop: int
 
     def stored_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range, in the stored block, of the frames with the object's [start, stop)."""
+        """Return the range in the stored block of the frames with the object's [start, stop)."""
         first, last = self._frame_at(start), self._frame_at(stop - 1)
         end = min(self.start + (last + 1) * FRAME, self.stop)
         return first * (FRAME + TAG), end - self.start + (last + 1) * TAG
 
     def frames(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield number, start and stop of each frame with some of the object's [start, stop)."""
+        """Yield (number, start, stop) of each frame with bytes of the object's [start, stop)."""
         for number in range(self._frame_at(start), self._frame_at(stop - 1) + 1):
             at = self.start + number * FRAME
             yield number, at, min(at + FRAME, self.stop)
@@ -100,7 +100,7 @@ class Domain:
         return self.named(BlockId(version, position // BLOCK))
 
     def named(self, block: BlockId) -> Block:
-        """Return the block of a `BlockId`, with its name."""
+        """Compute the name of the block with this `BlockId`; return the `Block`."""
         version = block.version
         of_version = self._hash(*version[:2], str(version.size))
         name = f"{self.prefix}{of_version}/{block.number:06}"
@@ -124,7 +124,7 @@ class Domain:
             raise BadBlockError(f"{block.name}: frame {number} was stored with another key")
 
     def stored(self, block: Block, data: bytes | bytearray) -> bytes:
-        """Return the stored form of a block, the body of a PUT, for the object's bytes."""
+        """Return the body of the PUT that stores a block: `data` in frames, each with its tag."""
         view, pieces = memoryview(data), list[bytes | memoryview]()
         for number, start, stop in block.frames(block.start, block.stop):
             frame = view[start - block.start : stop - block.start]
@@ -153,7 +153,7 @@ def _place(block: Block, number: int) -> bytes:
 
 
 def _plain(endpoint: str) -> str:
-    """Return the simplest spelling of an endpoint: nodes that spell it differently share blocks."""
+    """Normalize an endpoint's spelling, so that nodes with other spellings share the blocks."""
     scheme, host, path, _, _ = urlsplit(endpoint)
     usual = {"http": ":80", "https": ":443"}.get(scheme, "")
     host = host.lower().removesuffix(usual)
@@ -179,7 +179,7 @@ class FrameReader:
         return self._current is None
 
     def feed(self, chunk: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield the offset and bytes of each frame that the chunk completes.
+        """Yield the offset in the object and the bytes of each frame that the chunk completes.
 
         Raises:
             BadBlockError: a frame is not what was stored.

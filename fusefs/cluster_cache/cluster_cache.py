@@ -1,4 +1,4 @@
-"""The cluster cache of one mount: its bucket, the tier that reads blocks, and the filler."""
+"""One mount's use of the cluster cache: the tier reads blocks, and the filler stores blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILLS = ("stored", "present", "failed", "dropped", "lost")
 
 
 class ClusterCache:
-    """One mount's cluster cache. Belongs to the event loop; its tasks run in `nursery`."""
+    """Reads and stores blocks for one mount. Belongs to the event loop; tasks run in `nursery`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ClusterCache:
         nursery: trio.Nursery,
         is_busy: Callable[[], bool],
     ) -> None:
-        """`remote` is the cluster cache's bucket, `key` the key of its domain.
+        """`remote` is the bucket of blocks, `key` the key of the domain, `source` has the objects.
 
         `is_busy` returns True while the mount downloads something.
         """

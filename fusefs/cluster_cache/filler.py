@@ -115,7 +115,7 @@ class Filler:
         return len(self._queue) + len(self._under_way)
 
     def fetched(self, file: CacheFile, start: int, stop: int) -> None:
-        """Queue the missed blocks that are whole in `file` now that [start, stop) has arrived."""
+        """Queue blocks of `tier.missed` that are whole in `file`, now that [start, stop) is."""
         version, missed = file.version, self._tier.missed
         if version is None or not missed:
             return
@@ -162,7 +162,7 @@ class Filler:
             await self._rest(trio.current_time() - begun, fill.block)
 
     async def _rest(self, took_s: float, block: BlockId) -> None:
-        """Rest after a block that took `took_s` seconds, for as long as downloads are under way."""
+        """Rest after storing a block in `took_s` seconds, as long as downloads are under way."""
         now = trio.current_time()
         until = now + rest_after(took_s, block.stop - block.start, self._processors)
         while now < until:
@@ -247,7 +247,7 @@ class Filler:
         return "stored"
 
     async def _read(self, fill: _Fill) -> bytearray | None:
-        """Return the block's bytes; None if the cache no longer has this file for the version."""
+        """Return the block's checked bytes; None if the local cache no longer has all of them."""
         file, block = fill.file, fill.block
         if self._cache.find(block.version) is not file or not file.is_kept:
             return None

@@ -89,7 +89,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def take_probe(self) -> bool:
-        """Return True to one caller after each pause: it sends a probe, and reports the result."""
+        """Return True to one caller per pause, which then sends a probe and notes the result."""
         if self.state is not BreakerState.OPEN or self._clock() < self._probe_at:
             return False
         self.state = BreakerState.PROBED
@@ -111,7 +111,10 @@ class Breaker:
 
 
 class Sampling:
-    """Selects the lookups to make. Belongs to the event loop; times are those of `clock`."""
+    """Selects the lookups to make: all, or only a sample while they find nothing.
+
+    Belongs to the event loop; times are those of `clock`.
+    """
 
     def __init__(self, clock: Clock = trio.current_time) -> None:
         self._clock = clock

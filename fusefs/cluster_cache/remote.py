@@ -47,7 +47,7 @@ _TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
 @contextmanager
 def _renewing(requester: Requester) -> Iterator[None]:
-    """Have credentials looked up again if a request in the `with` body is refused for them."""
+    """Renew the credentials if a request in the `with` body is refused because of them."""
     try:
         yield
     except AttemptError as error:
@@ -57,7 +57,7 @@ def _renewing(requester: Requester) -> Iterator[None]:
 
 
 class _Stream:
-    """An answer that is received in a file in memory and read meanwhile (a `Progress`)."""
+    """Receives an answer in a file in memory, which is read meanwhile (a `Progress`)."""
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("fusefs-block", os.MFD_CLOEXEC)
@@ -99,7 +99,7 @@ class _Stream:
 
 
 class BlockBucket:
-    """The blocks below a prefix of the bucket. Belongs to the event loop."""
+    """Requests for the blocks below a prefix of the bucket. Belongs to the event loop."""
 
     def __init__(self, settings: S3Settings, prefix: str, engine: Engine) -> None:
         self._gets = Requester(

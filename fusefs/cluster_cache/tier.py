@@ -131,7 +131,7 @@ class _Race:
 
 
 class _SinkOfS3:
-    """The sink for bytes from S3 while the cluster cache has not answered."""
+    """Passes bytes from S3 on to the download's sink, unless the cluster cache had bytes first."""
 
     def __init__(self, race: _Race, sink: Sink) -> None:
         self._race = race
@@ -262,7 +262,7 @@ class _Lookup:
     def _check(
         self, chunk: memoryview
     ) -> tuple[list[tuple[int, memoryview]], BadBlockError | None]:
-        """Return the frames that `chunk` completes and a bad frame's error or None, within 1 ms."""
+        """Return (frames completed by `chunk`, a bad frame's error or None); < 1 ms for a frame."""
         found = []
         try:
             for frame in self._frames.feed(chunk):
@@ -305,7 +305,7 @@ class _Lookup:
 
     @property
     def stored_state(self) -> StoredState:
-        """The state of the stored block, as far as this lookup has shown it at its end."""
+        """The state of the stored block that the result of this ended lookup shows."""
         if self.outcome is LookupOutcome.BAD:
             return StoredState.CORRUPT
         is_doubtful = self.is_sent and self.outcome in _DOUBTFUL
@@ -349,8 +349,8 @@ async def _read_from_s3(
 class ClusterTier:
     """A `Source` that looks in the cluster cache before `source`. Belongs to the event loop.
 
-    `missed` has the blocks of which some bytes came from `source`, with the state of the block that
-    the cluster cache has stored.
+    `missed` has the blocks of which some bytes came from `source`, each with the state of the copy
+    in the cluster cache.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class ClusterTier:
         self._blocks.hurry()
 
     async def run(self) -> None:
-        """Open the bucket, with repeated attempts until it answers."""
+        """Open the bucket of blocks; try again, while the mount reads, until the bucket answers."""
         while True:
             try:
                 await self._blocks.open()
@@ -445,7 +445,7 @@ class ClusterTier:
     ) -> None:
         """Look a block up, and if its answer is late, read from S3 as well.
 
-        If S3 wins, all bytes of the download are written at the end, also those after the block.
+        If S3 wins, the rest of the download is written on return, also the bytes after the block.
 
         Raises:
             StoreError: S3 failed before the cluster cache had any bytes.
@@ -462,7 +462,7 @@ class ClusterTier:
         self._settle(lookup, error)
 
     def _settle(self, lookup: _Lookup, error: Exception | None) -> None:
-        """Record the result of a lookup; `error` is S3's, if S3 was read as well and failed.
+        """Record the result of a lookup; raise the disk's error, or S3's `error` if S3 was needed.
 
         Raises:
             StoreError, OSError: see `_race`.
@@ -498,7 +498,7 @@ class ClusterTier:
         return (await self._try(block)).outcome if self.breaker.is_closed else None
 
     async def _try(self, block: Block) -> _Lookup:
-        """Look up the beginning of a block without writing it; return the ended lookup."""
+        """Look up the beginning of a block, drop the bytes, and return the ended lookup."""
         stop = min(block.start + FRAME, block.stop)
         lookup = _Lookup(self._domain, block, block.start, stop, _Nowhere(-1))
         with trio.move_on_after(PROBE_S):
@@ -508,7 +508,7 @@ class ClusterTier:
         return lookup
 
     def _note(self, lookup: _Lookup) -> None:
-        """Record the outcome of a lookup: it decides whether later lookups are made."""
+        """Record the outcome of a lookup, which decides if later lookups are made."""
         outcome, was = lookup.outcome, self.breaker.state
         self.counted[outcome.value] += 1
         if lookup.took_s is not None and outcome is not LookupOutcome.LATE:

@@ -56,8 +56,8 @@ class PlanError(Exception):
 class Plans:
     """The plans of one mount, by reader. Belongs to the event loop.
 
-    This class is the `Forecast` (cache/eviction_order.py) that is asked at each open and each
-    eviction. When plans change, `_reorder` places all unpinned files in the order of eviction anew.
+    This class is the `Forecast` (cache/eviction_order.py) that the cache asks at each open and each
+    eviction. When plans change, `_reorder` places the files of plans in the order of eviction anew.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Plans:
     async def add(self, reader: str, offset: int, text: bytes, *, is_last: bool) -> dict[str, Any]:
         """Add `text` to a reader's plan at `offset` (0: begin it anew); return the plan's state.
 
-        Each entry is a path relative to the mount, terminated by a NUL.
+        Each entry is a path relative to the mount, terminated by a NUL. `is_last` ends the plan.
 
         Raises:
             PlanError: the piece can't be accepted; the plan is deleted.
@@ -206,7 +206,7 @@ class Plans:
         return True
 
     def _refresh(self) -> None:
-        """Make the order of eviction follow the plans that are followed now, if any."""
+        """Tell the eviction order and the prefetcher which plans their readers follow now."""
         self._active = [plan for plan in self._plans.values() if plan.is_followed]
         if not self._active:
             self.since = -math.inf
@@ -219,7 +219,7 @@ class Plans:
         self._prefetcher.moved()
 
     async def _reorder(self) -> None:
-        """Place all files in memory anew in the eviction order, each time that plans change."""
+        """Place the files of plans anew in the eviction order each time that plans change."""
         while True:
             await self._has_changed.wait()
             self._has_changed = trio.Event()
@@ -235,9 +235,9 @@ class Plans:
                 self._known.clear()
 
     def record(self, after: int) -> dict[str, Any]:
-        """Return the next opened paths after the first `after`; start recording if needed.
+        """Return paths that programs opened, after the `after` paths that the caller has.
 
-        The caller has received `after` paths. Recording ends after RECORD_S without a request.
+        The first call starts the recording, which ends after RECORD_S without a call.
         """
         if self._recorded is None:
             self._recorded, self._told = [], after
@@ -248,7 +248,7 @@ class Plans:
         return {"entries": self._recorded[:RECORD_PIECE], "after": self._told}
 
     def _note(self, key: str) -> None:
-        """Record an open if a recording is wanted."""
+        """Record the open of `key` while a recording runs; end the recording at its deadline."""
         if self._recorded is None:
             return
         if time.monotonic() > self._record_until:
@@ -263,7 +263,7 @@ class Plans:
         return crc32(file.version.key.encode()) if file.version is not None else None
 
     def next_use(self, file: CacheFile) -> float | None:
-        """Return the time of a file's next use; inf if it has none, None if no plan has it."""
+        """Return the time (in entries) of a file's next use; inf if past, None if in no plan."""
         mark = self._mark(file)
         if mark is None:
             return None
@@ -279,7 +279,7 @@ class Plans:
 
     @property
     def frontier(self) -> float:
-        """The time of the next use to fetch a file for; files used later may be evicted for it."""
+        """Time (in entries) of the next use to prefetch for; files used later may be evicted."""
         ahead = max((self._prefetcher.frontier(plan) for plan in self._active), default=math.inf)
         return self._clock + ahead
 

@@ -80,7 +80,7 @@ class Walk:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OPENS))
 
     def pass_by(self) -> None:
-        """Remove the entries that the reader has passed from the counts."""
+        """Remove the entries that the reader has passed from `ahead`, `ready` and their sums."""
         plan = self.plan
         if plan.jumps != self.jumps:
             self.jumps, self.at = plan.jumps, plan.low
@@ -217,7 +217,7 @@ class Prefetcher:
         return True
 
     async def _look_ahead(self, walk: Walk) -> None:
-        """Look up the paths of the next entries concurrently."""
+        """Fill `walk.next` with the next entries; their paths are looked up concurrently."""
         start, plan = walk.at, walk.plan
         paths = await trio.to_thread.run_sync(plan.paths, start)
         found: dict[int, ObjectInfo | None] = {}
@@ -246,7 +246,7 @@ class Prefetcher:
     async def _bring(
         self, walk: Walk, position: int, path: str, info: ObjectInfo | None, turns: trio.Semaphore
     ) -> None:
-        """Fetch the file of an entry into the cache, unless its reader opens it first."""
+        """Fetch an entry's file, unless the reader opens the file first; release one of `turns`."""
         try:
             for _ in range(2):
                 if info is None or walk.plan.was_opened(position):

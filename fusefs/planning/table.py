@@ -54,7 +54,7 @@ IDLE_OPENS = 1000
 
 
 class Segment:
-    """A range of a plan's entries from `start` on: at most `size`, which is a power of two."""
+    """Hash table of at most `size` (a power of two) entries of a plan, from `start` on."""
 
     __slots__ = ("_heads", "_links", "_mask", "marks", "start")
 
@@ -71,7 +71,7 @@ class Segment:
         return self._mask + 1 - len(self.marks)
 
     def add(self, marks: Sequence[int]) -> int:
-        """Add entries as far as they fit; return the number of checksums that seem to be new."""
+        """Add entries (checksums of keys) as far as they fit; return how many seem to be new."""
         heads, links, own, mask, new = self._heads, self._links, self.marks, self._mask, 0
         number = len(own)
         for mark in marks:
@@ -85,7 +85,7 @@ class Segment:
         return new
 
     def places(self, mark: int, least: int) -> list[int]:
-        """Return the positions of a checksum from `least` on, the last one first."""
+        """Return the positions from `least` on of entries with the checksum `mark`, last first."""
         found, own, links, start = [], self.marks, self._links, self.start
         at = self._heads[mark & self._mask]
         for _ in range(MOST_LINKS):
@@ -167,7 +167,7 @@ class Plan:
         return marks
 
     def paths(self, start: int) -> list[str]:
-        """Return the paths of entries from `start` on, up to the end of a block. Blocks."""
+        """Return the paths of the entry `start` and those after it, `BLOCK` at most. Blocks."""
         block = start // BLOCK
         offset = self._offsets[block]
         is_last = block + 1 == len(self._offsets)
@@ -176,7 +176,7 @@ class Plan:
         return [entry.decode(errors="replace") for entry in entries[start % BLOCK :]]
 
     def find(self, mark: int, least: int) -> int:
-        """Return a checksum's first unopened position from `least` on; -1 if there is none."""
+        """Return the first unopened position from `least` on with the checksum `mark`, or -1."""
         for segment in self._segments:
             if segment.start + len(segment.marks) > least:
                 for at in reversed(segment.places(mark, least)):
@@ -185,7 +185,7 @@ class Plan:
         return -1
 
     def distance(self, mark: int) -> float:
-        """Return the number of entries from the farthest open to a checksum's next one, or inf."""
+        """Return the number of entries from the farthest open to the next one of `mark`, or inf."""
         at = self.find(mark, self.low)
         return at - self.high if at >= 0 else math.inf
 
@@ -194,7 +194,7 @@ class Plan:
         return position < self.low or position in self._seen
 
     def opened(self, mark: int) -> int:
-        """Note the open of a key; return the number of entries by which the position moved.
+        """Note the open of the key with checksum `mark`; return how far `low` moved, 0 for a jump.
 
         An unexpected open moves nothing, unless it shows that the reader has jumped.
         """
