@@ -174,7 +174,7 @@ class Catalog:
             self._prepare()
 
     def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """Replace a damaged database by a new one with these rows; False if `error` is no damage.
+        """Replace a damaged database by a new one with `rows`; False in memory or without damage.
 
         Raises:
             OSError, sqlite3.Error: the new database can't be created.
@@ -203,7 +203,7 @@ class Catalog:
             undo.pop_all()
 
     def _open_another(self, path: Path, st_ino: int, why: sqlite3.Error) -> None:
-        """Remove the damaged database with this inode number and begin an empty one."""
+        """Replace the damaged database `st_ino` by an empty one, if no other mount has done so."""
         with alone_in(path.parent):
             if _inode(path) == st_ino:  # else another mount has done it
                 remove(path)
@@ -232,7 +232,7 @@ class Catalog:
         return self._rows("ORDER BY used_at DESC, name DESC LIMIT ?", most)[::-1]
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
-        """Read a page of rows of evictable files, sorted by (last use, name), after `after`."""
+        """Read a page of evictable files' rows that follow `after`, ordered by (last use, name)."""
         return self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
@@ -291,7 +291,7 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert rows, or extend the known ones; return a list of booleans and the new total.
+        """Insert rows, or merge them with the known ones; return a list of booleans and the total.
 
         False in the list stands for a row that was refused, because another file has the name.
         """
@@ -352,8 +352,8 @@ class Catalog:
     def retain(self, identity: str, names: Mapping[str, str], since: float) -> set[str]:
         """Exclude files from eviction; `names` maps keys of the bucket `identity` to file names.
 
-        `since` is the current time, in seconds since the epoch. Returns the names of other
-        versions of these keys, which were excluded until now.
+        `since` is the current time, in seconds since the epoch. Returns the names of these keys'
+        other files, which were excluded until now and may be evicted again.
         """
         replaced: set[str] = set()
         with self.transaction():
@@ -371,7 +371,7 @@ class Catalog:
     def release(
         self, identity: str, keys: KeyRange, stay: Stay, before: float = inf
     ) -> tuple[set[str], KeyRange | None]:
-        """Let the files of one page of `keys` be evicted; return their names and the keys left.
+        """Let the files of one page of `keys` be evicted; return (file names, range of keys left).
 
         The range is None if no keys are left. The files of keys that `stay` returns, and files that
         `retain` has excluded at or after `before` (seconds since the epoch), stay excluded.
@@ -420,7 +420,7 @@ class Catalog:
         )
 
     def has_changed(self) -> bool:
-        """True if another mount has written since the last call."""
+        """True if another mount has written to the database since the last call."""
         before, self._data_version = self._data_version, self._read_data_version()
         return self._data_version != before
 
@@ -579,7 +579,7 @@ def _typed(found: sqlite3.Cursor, types: list[type]) -> list[tuple[Any, ...]]:
 
 
 def _row(values: tuple[Any, ...]) -> Row:
-    """Make a `Row` of a database row; raises DamagedCatalogError if its checksum is wrong."""
+    """Make a `Row` from the columns of a row; raises DamagedCatalogError if a value is wrong."""
     name, generation, st_ino, size, ranges, is_synced, _, used_at, total, crc, is_retained = values
     if _checksum(*values[:7]) != crc:
         raise DamagedCatalogError(f"the row of {name!r} does not match its checksum")

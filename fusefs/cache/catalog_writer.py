@@ -198,7 +198,7 @@ class CatalogWriter:
                     self._changes.append(remove)
 
     def _was_recorded(self, file: CacheFile, row: Row, bytes_now: int, *, is_ours: bool) -> None:
-        """Update `file` after its row was written, or refused as another file's (not `is_ours`)."""
+        """Update `file` after a row of `bytes_now` bytes was written, or refused: not `is_ours`."""
         if file.name != row.name:
             # Renamed meanwhile. Writing the row again shows which file owns the new name's row.
             self._dirty[file.name] = file

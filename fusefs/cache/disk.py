@@ -82,7 +82,7 @@ class Disk:
         folder.mkdir(parents=True, exist_ok=True)
 
     def lock_as(self, mount: str) -> None:
-        """Set the lock byte of files opened from now on; all daemons of `mount` use the same."""
+        """Set the byte to lock in files opened from now on; all daemons of `mount` use the same."""
         digest = blake2b(mount.encode(), digest_size=8).digest()
         self._byte = 2 + (int.from_bytes(digest, "big") >> 2)
 

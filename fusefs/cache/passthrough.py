@@ -76,7 +76,7 @@ class PassthroughFiles:
 
     @property
     def can_register(self) -> bool:
-        """True if there is a registrar."""
+        """True if there is a keeper that registers files."""
         return hasattr(self, "registrar")
 
     async def turn_on(self, is_negotiated: bool, cache: Path) -> None:

@@ -83,7 +83,7 @@ class Block:
 
 
 class Domain:
-    """The blocks of one bucket's objects, named and checked with one key.
+    """Names, tags and checks the blocks of one bucket's objects, with one key.
 
     `key` is a secret that all nodes of the domain share; with an empty key, anybody can write valid
     blocks. All blocks are below `prefix`, which depends on key, endpoint and bucket.

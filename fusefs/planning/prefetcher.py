@@ -332,7 +332,7 @@ class Prefetcher:
         return True
 
     def _limiter(self, size: int) -> trio.CapacityLimiter:
-        """Return the limiter for small files or large ones, sized to what the path allows now."""
+        """Return the limiter for small or large files; it admits what the path to S3 allows now."""
         path, demand = self._downloader.path, self._downloader.demand.count
         if size > SMALL:
             self._parts.total_tokens = max(LEAST_WIDTH, path.width - demand)

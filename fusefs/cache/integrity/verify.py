@@ -71,7 +71,7 @@ class Integrity:
         self.latest: deque[str] = deque(maxlen=MOST_NAMED)
 
     def drop(self, file: CacheFile, fault: OSError | Sum) -> None:
-        """Drop a file in which a fault was found, and log it."""
+        """Drop a file in which `fault` was found, and log the fault."""
         name = file.version.key if file.version is not None else file.name
         if isinstance(fault, Sum):
             self.differed += 1

@@ -63,7 +63,7 @@ class NextFiles:
             self._count(is_right=False)
 
     def go_on(self, prefix: str, read: ObjectInfo, size: int) -> None:
-        """Fetch at most the first `size` bytes of the file that follows `read` in its folder."""
+        """Fetch at most the first `size` bytes of the large file after `read` in the folder."""
         if not self._right:
             size = min(size, read.size // FIRST_SHARE)
         size -= size % PART
