@@ -6,7 +6,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the API for training programs at its first use; daemons and commands don't use it."""
+    """Return `plan` or `PlannedSampler`; their module is imported only when a program uses one."""
     if name in ("PlannedSampler", "plan"):
         from importlib import import_module
 

@@ -53,7 +53,7 @@ def settings_of(
     config: str | None,
     environment: Mapping[str, str] = os.environ,
 ) -> MountSettings:
-    """Build the settings from the command line, the environment and the settings file."""
+    """Build settings from `target` (if that is a bucket), flags, environment and settings file."""
     layer = {
         "source": RawValue(target if target and _is_source(target) else _NO_SOURCE, "the source"),
         "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),

@@ -18,10 +18,11 @@ _LOGS = {"attributes": "changed attributes", "removals": "removals"}
 
 
 def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return `key`, `state` and `error` of each staged file that the bucket lacks.
+    """Return `key`, `state` and `error` of each staged file or other change that the bucket lacks.
 
-    `errors` are the daemon's failed uploads. A file that was open in a program when the daemon was
-    killed may have no key in its record; then `key` is the path of the staged file.
+    `errors` are the failed uploads that the daemon reported. A file that was open in a program when
+    the daemon was killed may have no key in its record; then `key` is the path of the staged file.
+    For changed attributes, removals and renames `key` is a description.
     """
     why = {entry["key"]: entry["error"] for entry in errors}
     try:
@@ -45,7 +46,7 @@ def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _pending_key(path: str) -> str | None:
-    """Return a staged file's key, or its path if it has no key; None if no upload is due."""
+    """Return the key in a staged file's record, else `path`; None if no upload of it is due."""
     from fusefs.posix.write import staging_record  # slow, and rarely needed
 
     with suppress(OSError, ValueError, LookupError, TypeError):

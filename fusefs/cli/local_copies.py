@@ -1,4 +1,4 @@
-"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`, about the local copies of files."""
+"""`fusefs unpin`, `fusefs drop` and `fusefs status PATH`: requests about the local disk's files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unpin(paths: Sequence[Path]) -> None:
 
 
 def drop(path: Path) -> bool:
-    """Remove local copies at and below a path; print counts, and return False if some stay."""
+    """Remove cached copies at and below a path; print counts; False if pinned or used ones stay."""
     mountpoint, below = sync.find(path)
     message = {"command": "drop", "path": below}
     job = polling.finish(mountpoint, message, _progress)
@@ -58,7 +58,7 @@ def drop(path: Path) -> bool:
 
 
 def give_up(path: Path) -> bool:
-    """Give up unsent changes at and below a path; print counts, return False if some stay."""
+    """Give up changes below a path that wait for upload; print counts; False if open files stay."""
     mountpoint, below = sync.find(path)
     files, in_use, remaining = 0, 0, 1
     while remaining:
@@ -73,7 +73,7 @@ def give_up(path: Path) -> bool:
 
 
 def status(mountpoint: Path, below: str) -> Job:
-    """Return counts and bytes of the files at and below a mount's path, and of their copies."""
+    """Return counts and bytes of the files at and below a path in a mount, and of local copies."""
     message = {"command": "path status", "path": below}
     job = polling.finish(mountpoint, message, _progress)
     path = mountpoint / below

@@ -293,7 +293,7 @@ def _show_settings(options: argparse.Namespace) -> int:
 
 
 def _place_in_mount(path: Path) -> tuple[Path, str] | None:
-    """Return a path's mountpoint and path below it; None for a mountpoint or outside of mounts."""
+    """Split a path into mountpoint and remainder; None for a mountpoint or a path in no mount."""
     from fusefs.cli import sync
     from fusefs.launch.control import CommandError
 

@@ -28,7 +28,7 @@ class LineError(Exception):
 
 
 def send(mountpoint: Path, lines: Iterable[str]) -> str:
-    """Send a daemon a list of paths, relative to the mountpoint; return the list's new name."""
+    """Send a daemon paths relative to its mountpoint, as a list of a new name; return this name."""
     name = secrets.token_hex(16)
     offset, size = 0, 0
     piece: list[str] = []
@@ -48,17 +48,17 @@ def send(mountpoint: Path, lines: Iterable[str]) -> str:
 
 
 def has_line(path: str) -> bool:
-    """True if a path, relative to the mountpoint, can be a line of a list."""
+    """True if a path can be a line of a list: it is not empty, is UTF-8 and has no newline."""
     # Python's strings have surrogates for bytes that are not UTF-8.
     is_text = not any("\ud800" <= character <= "\udfff" for character in path)
     return bool(path) and "\n" not in path and is_text
 
 
 class Manifest:
-    """A reader of the lines of one manifest as paths of one mount.
+    """Converts the lines of one manifest to paths relative to the mountpoint of one mount.
 
-    Relative paths are below `base`, a directory in the mount, relative to the mountpoint. With
-    `is_text`, lines may be comments, and paths may have spaces around them.
+    Relative lines are below `base`, a directory given relative to the mountpoint. With `is_text`,
+    lines may be comments, and paths may have spaces around them.
     """
 
     def __init__(self, mountpoint: Path, base: str, *, is_text: bool = True) -> None:
@@ -122,7 +122,7 @@ class Manifest:
             raise LineError(f"{text} is in the mount {found.mountpoint}, not in {self.mountpoint}")
 
     def _through_links(self, text: str) -> str:
-        """Return the path in the mount of an absolute path with symbolic links above the mount."""
+        """Return a path that leads to the mount through symbolic links, relative to the mount."""
         try:
             mountpoint, below = sync.find(Path(text))
         except CommandError as error:

@@ -78,7 +78,7 @@ def upgrade(options: argparse.Namespace) -> None:
 
 
 def _files_of_mount(place: Path) -> dict[str, str]:
-    """Return the variables with the paths of AWS's files in the keeper's environment.
+    """Return AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE from the keeper's environment.
 
     This command may lack them if /etc/fstab (`credentials=FILE`) or a service made the mount.
     """
@@ -106,7 +106,7 @@ def settings(options: argparse.Namespace, environment: Mapping[str, str]) -> Mou
 
 
 def flags(options: argparse.Namespace) -> dict[str, RawValue]:
-    """Return the settings among the command line's options, by field names."""
+    """Return the mount settings that the command line gives, by their names in `MountSettings`."""
     layer = {}
     for setting in SETTINGS:
         if hasattr(options, setting.name):

@@ -24,7 +24,7 @@ _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class _Command(NamedTuple):
-    """One command. Users may give one of `alternatives`, and must if `must_choose`.
+    """One command. `alternatives` exclude each other; with `must_choose` one of them is required.
 
     `add_settings` adds the options that are settings of mounts.
     """
