@@ -1,4 +1,4 @@
-"""`fusefs plan` sends a mount the order of coming reads; `fusefs record` writes down the opens."""
+"""`fusefs plan` sends a mount the order of coming reads; `fusefs record` lists opened files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Sender:
             self.flush()
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Send the entries added since the last request; the first request replaces the plan."""
+        """Send the entries added since the last request; the first one replaces an earlier plan."""
         if not self._piece and not (is_last and self.count):
             return
         message = {
@@ -58,7 +58,7 @@ class Sender:
         self._offset, self._size, self._piece = self._offset + self._size, 0, []
 
     def plan(self) -> dict[str, Any]:
-        """Return the state of the plan as in `fusefs status --json`; CommandError if it ended."""
+        """Return the plan's state as in `fusefs status --json`; CommandError if the plan ended."""
         answer = daemon_request(self._mountpoint, {"command": "plans"}, ANSWER_TIMEOUT_S)
         found = [plan for plan in answer["plans"] if plan["reader"] == self._reader]
         if not found:
@@ -70,7 +70,11 @@ class Sender:
 def send(
     base: Path, file: str, reader: str, separator: bytes, complain: Callable[[str], None]
 ) -> bool:
-    """Send a plan; return False, and tell `complain`, if entries are bad or their files missing."""
+    """Send the plans in `file` ("-": standard input); entries without a reader are for `reader`.
+
+    Relative paths are below `base`. Returns False, and tells `complain`, if entries are bad or
+    their files missing.
+    """
     mountpoint, below = sync.find(base)
     # A line of text may have a reader's name after a tab; NUL-separated entries are only paths.
     is_text = separator != b"\0"
@@ -128,7 +132,7 @@ def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
 
 
 def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
-    """Wait up to three seconds for the look-up of the first paths; False if some are missing."""
+    """Wait at most three seconds until the daemon has looked up first paths; False if some miss."""
     deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
     for sender in senders:
         wanted = min(sender.count, FIRST_LOOK)
@@ -145,7 +149,7 @@ def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
 
 
 def end(base: Path, reader: str) -> None:
-    """End a reader's plan; raise CommandError if the reader has no plan."""
+    """End a reader's plan in the mount of `base`; raise CommandError if there is no such plan."""
     mountpoint, _ = sync.find(base)
     message = {"command": "end plan", "reader": reader}
     if not daemon_request(mountpoint, message, ANSWER_TIMEOUT_S)["was_there"]:

@@ -1,4 +1,4 @@
-"""Start of a daemon's job by a command, which then polls until the job has ended."""
+"""Starts a daemon's job for a command, and asks for the job's state until the job has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SILENCE_S = 60.0
 def finish(
     mountpoint: Path, message: dict[str, Any], describe: Callable[[dict[str, Any]], str]
 ) -> dict[str, Any]:
-    """Start the job of a request, wait until the job has ended, and return its last state.
+    """Start the job that `message` requests, wait until the job has ended, return its last state.
 
     The key "start" is added to the request. Meanwhile a terminal, if there is one, shows the text
     from `describe` on one line. Raises CommandError if the daemon is silent for a minute.

@@ -26,7 +26,7 @@ MOST_PENDING = 5
 
 
 def as_text(status: Status) -> str:
-    """Return the block of lines for one mount, even without a status that can be read."""
+    """Return the block of lines for one mount, also if its status is missing or malformed."""
     try:
         return render_silent(status) if "not_answering" in status else render(status)
     except MALFORMED as error:
@@ -161,7 +161,7 @@ def _scrub(scrub: Status) -> str:
 
 
 def cluster_cache(found: Status) -> str:
-    """Describe the state of the cluster cache, and its numbers of found and stored blocks."""
+    """Describe the cluster cache: its state, its counts of blocks found and stored, its errors."""
     lookups, fills = found["lookups"], found["fills"]
     state = {"closed": "in use", "opening": "not reached yet"}.get(found["state"], "not in use")
     why = f" ({found['why']})" if found["why"] else ""

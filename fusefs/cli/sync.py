@@ -33,7 +33,7 @@ def sync(path: Path, timeout_s: float) -> None:
 
 
 def find(path: Path) -> tuple[Path, str]:
-    """Return the mountpoint of the innermost mount of `path`, and the path relative to it.
+    """Return the innermost mountpoint at or above `path`, and `path` relative to that mountpoint.
 
     The mounts' file systems are not accessed. Raises CommandError if `path` is in no registered
     mount.
@@ -65,10 +65,10 @@ def wait(
     *,
     patience_s: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Wait until the uploads of all files have ended or failed; return the failed files.
+    """Wait until the uploads of files at or below a path have ended; return the failed files.
 
-    After `timeout_s`, files that still wait are returned, too. If the daemon does not answer, its
-    replacement has to answer within `patience_s`.
+    Files that still wait after `timeout_s` are returned, too; files written since the call are not.
+    If the daemon does not answer, its replacement has to answer within `patience_s`.
 
     Raises:
         ControlError: no daemon answered for `patience_s`, or the daemon refused.

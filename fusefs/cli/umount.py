@@ -71,7 +71,7 @@ def _end(
     has_staging: bool,
     is_lazy: bool,
 ) -> list[dict[str, Any]]:
-    """Unmount and wait for the processes' end; return the files that failed to be uploaded."""
+    """Wait for uploads, unmount, wait for processes (lazy: no waits); return files not uploaded."""
     mountpoint = mount.mountpoint
     daemon = registration.pid if registration and registration.is_alive() else None
     keeper = keeper_pid(mountpoint) or None  # 0 if in another PID namespace

@@ -48,9 +48,10 @@ BAD_LINES_NAMED = 10
 class WarmRequest:
     """A request for a job of one mount's daemon.
 
-    `below` is a path or pattern relative to the mountpoint ("" for the whole mount), or the title
-    of the list that was sent under `list_name`. If `shard` (number, count) is given, only this part
-    of the selected files is fetched. All selected files are pinned if `is_pinned`.
+    `below` is a path or pattern relative to the mountpoint ("" for the whole mount). With
+    `list_name` the paths of the list of this name are fetched, and `below` is the list's title for
+    users. If `shard` (number, count) is given, only this part of the selected files is fetched. All
+    selected files are pinned if `is_pinned`.
     """
 
     mountpoint: Path
@@ -186,7 +187,8 @@ def accepted(ids: Ids) -> None:
 def wait(ids: Ids) -> dict[WarmRequest, Job]:
     """Wait until all jobs have ended, and return their last states.
 
-    Raises CommandError if a daemon is silent for a minute, or no longer knows a job of a list.
+    Raises CommandError if a daemon is silent for a minute, or does not know the job of a list
+    because the daemon was replaced after the job's end.
     """
     jobs: dict[WarmRequest, Job] = {}
     began = last_answer = shown_at = time.monotonic()
@@ -232,7 +234,7 @@ def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
 
 
 def _again(request: WarmRequest) -> Job:
-    """Start a job again that a new daemon does not know, because it ended before the restart."""
+    """Start a job again whose daemon was replaced after the job's end; CommandError for a list."""
     if request.list_name:
         raise CommandError(
             f"{request.title}: the daemon was replaced after the job had ended; run the command"
