@@ -133,7 +133,7 @@ def _refused(what: str, error: StoreError) -> Finding:
 
 
 def _remedy(what: str, error: StoreError) -> str:
-    """Return advice about a refused request, by its error."""
+    """Return advice about a refused request, by its kind `what` (as in `_ACTIONS`) and error."""
     match error:
         case CredentialsError():
             return "renew or correct the credentials; a finding above names their source"
@@ -276,7 +276,7 @@ class _Trial:
         await self._store.copy(info, f"{self._own}copy")
 
     async def _multipart(self) -> None:
-        """Complete one upload, and abort another."""
+        """Complete one multipart upload, and abort another."""
         for is_completed in (True, False):
             upload = await self._store.begin_upload(f"{self._own}parts")
             try:

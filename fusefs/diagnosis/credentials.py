@@ -18,7 +18,7 @@ LONGEST_S = 7 * 86_400
 
 
 def check(settings: S3Settings) -> tuple[Finding, Access | None]:
-    """Return a finding about the credentials, and the access to S3, None on a problem. Blocks."""
+    """Find credentials; return a finding, and the `Access` to S3 (None on a problem). Blocks."""
     try:
         access = trio.run(_connect, settings)
     except AttemptError as error:

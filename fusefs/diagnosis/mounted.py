@@ -64,7 +64,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def _features(status: dict[str, Any]) -> Iterator[Finding]:
-    """Check passthrough and survival, which the kernel may have refused in INIT."""
+    """Check that passthrough is on, and that the mount outlives its daemon; INIT decides both."""
     passthrough, survival = status.get("passthrough", {}), status.get("survival", {})
     session = f"session {status.get('session', '?')}"
     if passthrough.get("on"):

@@ -115,6 +115,6 @@ def as_daemon(subject: MountSubject) -> Iterator[None]:
 
 
 def source_of(subject: MountSubject) -> MountSource:
-    """Return a mount's source from its status, for a mount without known settings."""
+    """Return the bucket and prefix in a mount's status, for a mount without known settings."""
     bucket, _, prefix = str(subject.status["source"]).removeprefix("s3://").partition("/")
     return MountSource(bucket, prefix)

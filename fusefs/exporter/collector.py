@@ -154,7 +154,7 @@ def _parsed(answer: MountAnswer) -> tuple[Target, _MetricsOfMount | None]:
 
 
 def _metrics_of(volume: str, answer: Mapping[str, Any]) -> _MetricsOfMount:
-    """Parse the metrics in one mount's answer; raise one of MALFORMED for another form."""
+    """Parse the metrics in one mount's answer; raise an error of the tuple MALFORMED if invalid."""
     metrics: _MetricsOfMount = {}
     remaining = MOST_SAMPLES
     for name, metric in answer.items():

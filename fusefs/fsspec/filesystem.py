@@ -273,7 +273,7 @@ class FusefsFileSystem(AbstractFileSystem):
 
 
 def _is_renamed(source: str, target: str) -> bool:
-    """Rename `source` to `target`, or into the directory `target`; return False between mounts.
+    """Rename `source` to `target`, or into the directory `target`; False if mounts differ.
 
     `shutil.move`, as `LocalFileSystem` uses it, copies if a rename fails for any reason.
     """
@@ -293,7 +293,7 @@ def _is_renamed(source: str, target: str) -> bool:
 
 
 def _shares(paths: list[str]) -> list[list[int]]:
-    """Return about READS lists of indexes into `paths`, each for one path and one thread."""
+    """Split the indexes of `paths` into about READS lists, one per thread, each of equal paths."""
     numbers: dict[str, list[int]] = {}
     for number, path in enumerate(paths):
         numbers.setdefault(path, []).append(number)
@@ -306,7 +306,7 @@ def _shares(paths: list[str]) -> list[list[int]]:
 
 
 def _in_threads(read: Callable[[Any], T], items: Sequence[Any], on_error: str) -> list[Any]:
-    """Return each item's result of `read`, or its exception unless `on_error` is "raise"."""
+    """Call `read` in threads, once per item; return results, or exceptions if not to be raised."""
 
     def caught(item: Any) -> T | Exception:
         try:

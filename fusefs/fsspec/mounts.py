@@ -60,7 +60,7 @@ class BucketMounts:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Forget all mounts, as a forked child must: a shared descriptor reports a change once."""
+        """Forget all mounts in a forked child: a change is reported once per shared descriptor."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

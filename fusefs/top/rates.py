@@ -191,7 +191,7 @@ class _Change:
         }
 
     def _within(self, name: str, operation: str, rate: float) -> float | None:
-        """Return the lowest bound with at least `rate` observations a second below it, or None."""
+        """Return the lowest bucket bound with `rate` observations a second at or below, or None."""
         below: dict[float, float] = {}
         for key, value in self._now.items():
             labels = dict(key[1])
