@@ -71,7 +71,7 @@ ATTACHED = _ALWAYS | {
 
 
 class Broker:
-    """A broker's session with one daemon over the socket `daemon`; `task` as in its WELCOME."""
+    """One daemon's session over the socket `daemon`; `task` is FRESH, TAKE_OVER or PREPARE."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Broker:
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
-        """Run the session until the keeper dies; return True if this process becomes the keeper."""
+        """Serve until the keeper dies; return False if another broker becomes the keeper."""
         self._keeper = keeper
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
@@ -300,7 +300,7 @@ class Broker:
             _close(fd)  # may hang, so the answers are sent first
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
-        """Register files and tell the keeper; return (id, 0) or (0, errno) for each file."""
+        """Register files, tell the keeper; return (backing id, 0) or (0, errno) for each."""
         results, registered = [], []
         for fd in fds:
             backing_id, error = 0, 0

@@ -34,7 +34,7 @@ class KeeperError(Exception):
 
 @dataclass(slots=True)
 class Welcome:
-    """The keeper's WELCOME; `connection` is 0 if there is no mount yet or its number is unknown."""
+    """The keeper's WELCOME: this daemon's task; FUSE `connection`, 0 if not mounted or unknown."""
 
     task: int
     is_privileged: bool
@@ -51,7 +51,7 @@ class TakenMount:
 
 
 class KeeperClient:
-    """One connection to a keeper. Belongs to the event loop."""
+    """The daemon's connection to its keeper. Belongs to the event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -76,14 +76,14 @@ class KeeperClient:
         return Welcome(message.a, bool(message.d & 1), message.d >> 1)
 
     async def mount(self) -> int:
-        """Ask the keeper to mount; return the descriptor. Raises the OSError of mount(2)."""
+        """Ask the keeper to mount; return the /dev/fuse descriptor. Raises mount(2)'s OSError."""
         message = await self._ask(wire.pack(wire.MOUNT), wire.MOUNTED)
         if message.error:
             raise OSError(message.error, os.strerror(message.error))
         return message.fd
 
     def deposit(self, fd: int) -> None:
-        """Give the keeper the descriptor of a mount that this process has made."""
+        """Give the keeper the /dev/fuse descriptor of a mount that fusermount3 made."""
         wire.send(self._socket, wire.pack(wire.DEPOSIT), fd)
 
     def prepared(self) -> None:
@@ -126,7 +126,7 @@ class KeeperClient:
         self._send(wire.pack(wire.SERVING, has_resend))
 
     def known(self, backing_id: int, inode: int) -> None:
-        """Tell a new keeper of a file that the last keeper had registered."""
+        """Tell a new keeper the backing id and the st_ino of a file that is registered already."""
         self._send(wire.pack(wire.KNOWN, 0, backing_id, inode))
 
     def unmount(self) -> None:
@@ -134,14 +134,14 @@ class KeeperClient:
         self._send(wire.pack(wire.UNMOUNT))
 
     def ending(self) -> None:
-        """Tell the keeper that this process ends on purpose; bypasses the queue."""
+        """Tell the keeper that this process ends on purpose, ahead of messages still queued."""
         try:
             wire.send(self._socket, wire.pack(wire.ENDING))
         except OSError:
             self.gone.set()
 
     async def run(self, in_flight: Callable[[], int], hang_s: float) -> None:
-        """Send and receive messages until the keeper is gone; tick more often than `hang_s`."""
+        """Exchange messages until the keeper is gone; report `in_flight()` within each `hang_s`."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tick, in_flight, hang_s)
             nursery.start_soon(self._send_all)
@@ -170,7 +170,7 @@ class KeeperClient:
         return [(reply.value, reply.error) for reply in replies]
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Ask the keeper for a process's fate, or if it or a child has `ino` open for writing.
+        """Ask the keeper if process `pid` lives or is ending, or if it or a child can write `ino`.
 
         Returns one of `FATES`, or with `ino` (a file's st_ino) HOLDS, HOLDS_NOT or UNKNOWN, as in
         linux/callers.py. UNKNOWN also means that no answer came within `LOOK_LIMIT_S`.
@@ -190,7 +190,7 @@ class KeeperClient:
     def close_backing(
         self, backing_id: int, done: Callable[[int, int], None] | None = None
     ) -> trio.Event:
-        """Close a backing id; the reply or ECONNRESET sets the returned event and calls `done`."""
+        """Close a backing id; the reply or ECONNRESET sets the event and calls `done(0, errno)`."""
         number, reply = self._expect_reply()
         reply.done = done
         if self.gone.is_set():
@@ -256,7 +256,7 @@ _REPLIES = (wire.BACKING_CLOSED, wire.LOOKED)
 
 
 class _Reply:
-    """The answer to one BACKING_CLOSE or LOOK, or to a file of a BACKING_OPEN."""
+    """A pending answer to a BACKING_CLOSE or a LOOK, or for one file of a BACKING_OPEN."""
 
     def __init__(self) -> None:
         self.event = trio.Event()

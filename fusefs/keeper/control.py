@@ -47,7 +47,7 @@ class Loop:
             self._poll.unregister(fd)
 
     def run_once(self, timeout_s: float | None) -> None:
-        """Wait for `timeout_s` seconds at most (None: for ever); call the handlers that are due."""
+        """Wait up to `timeout_s` seconds (None: for ever); call handlers of ready descriptors."""
         timeout_ms = None
         if timeout_s is not None:
             timeout_ms = int(1000 * min(max(0.0, timeout_s), LONGEST_WAIT_S)) + 1
@@ -104,7 +104,7 @@ def listen(path: str) -> Listener | None:
 
 
 class Client:
-    """One connection: one request and, at once or later, its answer."""
+    """A command's connection to the keeper: one request and, at once or later, its answer."""
 
     def __init__(self, control: ControlSocket, connection: socket.socket) -> None:
         self._control = control
@@ -150,7 +150,7 @@ class Client:
 
 
 class ControlSocket:
-    """The keeper's named socket. `ask` is called with each request, and may answer it later."""
+    """The keeper's named socket; `ask` calls `Client.answer` for each request, at once or later."""
 
     def __init__(
         self,
@@ -170,13 +170,13 @@ class ControlSocket:
         return min((client.deadline for client in self._clients), default=float("inf"))
 
     def dismiss_late(self, now: float) -> None:
-        """Close the connections whose deadlines, in monotonic seconds, are over."""
+        """Close the connections of clients whose deadline is over at `now` (monotonic seconds)."""
         for client in list(self._clients):
             if now >= client.deadline:
                 self.dismiss(client)
 
     def dismiss(self, client: Client) -> None:
-        """Close a connection."""
+        """Close a client's connection, if it is still open."""
         if client in self._clients:
             self._clients.remove(client)
             self.loop.forget(client.connection.fileno())

@@ -25,7 +25,7 @@ HOPELESS = "cannot-take-over"
 
 
 class ControlError(Exception):
-    """The peer refused the request, perhaps with a `code`, or its answer is malformed."""
+    """The peer refused the request, with an error `code` or "", or its answer is malformed."""
 
     def __init__(self, sentence: str, code: str = "") -> None:
         super().__init__(sentence)
