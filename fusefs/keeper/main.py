@@ -43,12 +43,13 @@ MOST_FAILURES = 10
 def begin(given: dict[str, Any], configuration: Configuration, listener: Listener | None) -> Keeper:
     """Make the keeper; take over a daemon that serves already, or start a new daemon.
 
-    With `fuse_fd` in `given` the mount exists, and its daemon is taken over if the supervisor has
-    one. Otherwise a daemon is started, unless `goes_on` says that the old daemon still serves.
+    With `fuse_fd` in `given`, the launcher's JSON object, the mount exists, and its daemon is taken
+    over if the supervisor has one. Otherwise a daemon is started, unless `goes_on` says that the
+    old daemon still serves.
 
     Raises:
         OSError: no daemon was taken over, and none was started.
-        BecomeBroker: in the forked child.
+        BecomeBroker: in the forked child, the daemon's broker.
     """
     state = KeeperState(Program(given["command"], given["settings"]))
     if "fuse_fd" in given:
@@ -78,7 +79,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
-    """Adopt a daemon that lost its keeper; None if there is none, OSError if that is unknown."""
+    """Adopt the mount's daemon from the supervisor: None if it has none, OSError if unknown."""
     if configuration.supervisor is None:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -93,7 +94,7 @@ def _find_daemon(configuration: Configuration, program: Program) -> DaemonProces
 
 
 def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
-    """Return the keeper that a broker becomes; raises BecomeBroker in the forked child.
+    """Return the keeper that `broker` becomes; its new broker, a child, raises BecomeBroker.
 
     After `MOST_FAILURES` failed keepers the mount is given up, and exit status 1 is returned.
     """

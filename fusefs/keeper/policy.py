@@ -57,7 +57,7 @@ RETRY_S = 0.5
 
 
 class Keeper:
-    """The keeper of one mount: `run` returns its exit status when the mount has ended."""
+    """The keeper of one mount: starts, replaces and upgrades its daemons until the mount ends."""
 
     def __init__(
         self, configuration: Configuration, state: KeeperState, listener: Listener | None
@@ -88,19 +88,19 @@ class Keeper:
 
         Raises:
             OSError: the daemon could not be started.
-            BecomeBroker: in the forked child.
+            BecomeBroker: in the forked child, the daemon's broker.
         """
         task = wire.TAKE_OVER if self._state.has_served else wire.FRESH
         self._processes.start(self._state.program, task)
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
-        """Take over another keeper's daemon; raises BecomeBroker in the child, its new broker."""
+        """Take over another keeper's daemon; its new broker, a child, raises BecomeBroker."""
         if self._state.has_served:
             daemon.served = time.monotonic()
         self._processes.adopt(daemon, broker)
 
     def run(self) -> int:
-        """Run until the mount ends; return the exit status. Raises BecomeBroker in children."""
+        """Run until the mount ends; return the exit status. Forked brokers raise BecomeBroker."""
         while self._exit_code is None:
             soonest = min(
                 self._start_at,
@@ -253,7 +253,7 @@ class Keeper:
     # --- a daemon's end ---
 
     def _on_exit(self, daemon: DaemonProcess) -> None:
-        """React to a daemon's end: end the mount, promote the upgrade's daemon, or replace it."""
+        """React to a daemon's end: end the mount, or let an upgrade's or another daemon serve."""
         if self._exit_code is not None:
             return
         end = daemon.reason or describe_end(daemon.status)
@@ -379,7 +379,7 @@ class Keeper:
     # --- the end ---
 
     def _abort(self, why: str) -> None:
-        """Abort the connection, but leave the mount, so that programs can't write below it."""
+        """Give up the mount: abort its connection; as it stays mounted, no program writes below."""
         if self._exit_code is not None:
             return
         log(f"the mount is given up: {why}", "ERROR")

@@ -169,7 +169,7 @@ class BecomeBroker(Exception):
 
 
 class ProcessTable:
-    """The processes of one mount.
+    """The processes of one mount: its daemon, an upgrade's new daemon, and their brokers.
 
     `on_message` gets each message of a daemon, `on_exit` each daemon that has ended or is
     left behind; `close_in_child` closes, in a forked child, the keeper's own descriptors.
@@ -222,7 +222,7 @@ class ProcessTable:
         self._fork_broker(daemon, self._new_broker(daemon, task))
 
     def adopt(self, daemon: DaemonProcess, broker: Broker) -> None:
-        """Watch a daemon that serves already, and fork a broker for it."""
+        """Watch a daemon that serves already; its new broker, a child, raises BecomeBroker."""
         point_to_null(1)  # no launcher waits for a daemon that was taken over
         self.current = daemon
         daemon.is_child = False
@@ -234,7 +234,7 @@ class ProcessTable:
             self._fork_broker(daemon, broker)
 
     def promote(self) -> None:
-        """Give the mount to the incoming daemon, which has prepared itself."""
+        """Give the mount to the upgrade's daemon; its new broker, a child, raises BecomeBroker."""
         daemon = self.incoming
         assert daemon is not None
         self.current, self.incoming = daemon, None
@@ -301,7 +301,7 @@ class ProcessTable:
             self._spare.channel.close()
 
     def run_in_child(self, name: str, work: Callable[[], None]) -> None:
-        """Call `work`, which may block, in a forked child, after the last child `name` ended."""
+        """Run `work`, which may block, in a forked child, after the last child for `name` ended."""
         if self._tasks.get(name) in self._unreaped:
             self._next_tasks[name] = work
             return
@@ -324,13 +324,13 @@ class ProcessTable:
     # --- time ---
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the deadlines of the current and the incoming daemon, in monotonic seconds."""
+        """Yield the deadlines of the daemon and an upgrade's new daemon, in monotonic seconds."""
         for daemon in (self.current, self.incoming):
             if daemon is not None:
                 yield daemon.deadline
 
     def check_clock(self, now: float) -> None:
-        """Reap ended children, and act on daemons whose deadline is over."""
+        """Reap ended children; warn, kill or leave behind daemons whose deadline is over."""
         for pid in list(self._unreaped):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self._unreaped[pid]
@@ -484,7 +484,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Kill a hanging broker; handle only its unread messages about registered files."""
+        """Kill an ended daemon's hanging broker; only messages on files are still handled."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return

@@ -117,8 +117,8 @@ _LONGEST = MESSAGE.size + MOST_FILES * PAIR.size
 class ProtocolError(OSError):
     """The peer sent a message that breaks the protocol.
 
-    Its descriptors `fds` stay open, because closing a hostile peer's descriptor may block for
-    ever. They are closed when the process ends, or by a caller that trusts the peer.
+    The message's descriptors `fds` stay open, because closing a hostile peer's descriptor may block
+    for ever. They are closed when the process ends, or by a caller that trusts the peer.
     """
 
     def __init__(self, sentence: str, fds: Sequence[int] = ()) -> None:
@@ -157,7 +157,7 @@ def send(sock: socket.socket, message: bytes, fd: int = -1) -> None:
 
 
 def receive(sock: socket.socket, kinds: Mapping[int, int]) -> KeeperMessage | None:
-    """Receive one message of `kinds`; None if the peer has closed the socket.
+    """Receive a message of `kinds` (kind: number of descriptors); None if the socket is closed.
 
     Raises:
         BlockingIOError, TimeoutError: there is no message.

@@ -114,7 +114,7 @@ class KeeperState:
         self.pauses_s = 0.0  # the sum of all pauses
 
     def paused(self, since: float) -> None:
-        """Begin a pause, in which no daemon answers requests, unless a pause has already begun."""
+        """Begin a pause (no daemon answers requests) at `since`, if none has begun already."""
         if self.pause_since is None:
             self.pause_since = since
 
@@ -160,7 +160,7 @@ def abort_own(state: KeeperState) -> None:
 
 
 def describe_end(status: int | None) -> str:
-    """Describe the end of a process; `status` is waitpid's, None if it was not our child."""
+    """Describe a process's end for the log; `status` is waitpid's, or None if it is unknown."""
     if status is None:
         return "ended while somebody else watched it"
     code = os.waitstatus_to_exitcode(status)

@@ -92,7 +92,7 @@ def pack(kind: int, mount: int = 0, a: int = 0, b: int = 0, c: int = 0) -> bytes
 
 
 class ProcessHandle:
-    """A daemon's process: a child, or the process that the supervisor at a socket has started."""
+    """A daemon's process: a child of this keeper, or of the peer of the socket `supervisor`."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ def launch(
 ) -> ProcessHandle:
     """Ask the supervisor at `path` to start a daemon for the mount of this number.
 
-    The mount's other daemons are killed first, unless `is_beside`, as in an upgrade.
+    `channel` is the daemon's end of the socket to this keeper. The mount's other daemons are killed
+    first, unless `is_beside`, as in an upgrade.
 
     Raises:
         OSError: no process listens there, or the daemon could not be started.
@@ -159,7 +160,7 @@ def launch(
 
 
 def adopt(path: str, mount: int, channel: int) -> ProcessHandle:
-    """Become the keeper of a daemon that lost its keeper; raises OSError if there is none."""
+    """Become the keeper of the mount's daemon, which gets `channel`; OSError if there is none."""
     return _begin(path, pack(ADOPT, mount), channel)
 
 
@@ -188,7 +189,9 @@ def drop(path: str, mount: int, connection: int) -> None:
 
 
 def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Yield a tuple (mount, connection, copy) of each held descriptor after the given numbers.
+    """Yield (mount, connection, copy) for each descriptor that the supervisor holds.
+
+    They are ordered; the first is after `mount` and `connection`. The caller closes the copies.
 
     Raises:
         OSError: no process listens on `path`.
@@ -200,7 +203,7 @@ def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, 
 
 
 def fetch(path: str, mount: int, connection: int) -> int | None:
-    """Return a copy of a mount's held descriptor, or None. Raises OSError as `held` does."""
+    """Return a copy of the descriptor held for a mount, None without one. Raises as `held`."""
     for found in held(path, mount, connection - 1):
         if found[:2] == (mount, connection):
             return found[2]
