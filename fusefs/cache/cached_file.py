@@ -58,9 +58,8 @@ class CacheFile:
     checksums that the catalog does not have yet. `is_checked` is True if this process wrote the
     file or compared the bytes with the checksums, `is_retained` if the file must not be evicted
     (retention.py). `rank`, `last_use` and `ahead_since` belong to eviction_order.py, which
-    measures time in bytes fetched.
-    `read` has the ranges that were read since they were fetched (None: all). `used_at` is in
-    seconds since the epoch, `written_at` in seconds of the monotonic clock.
+    measures time in bytes fetched. `read` has the ranges that were read since they were fetched
+    (None: all). `used_at` is in seconds since the epoch, `written_at` in monotonic seconds.
     """
 
     name: str

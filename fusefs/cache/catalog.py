@@ -405,7 +405,7 @@ class Catalog:
         return found is not None
 
     def total(self) -> Total:
-        """Read the total over all mounts' files; raises DamagedCatalogError if it is damaged."""
+        """Read the total over all mounts' files; raises DamagedCatalogError for a damaged row."""
         with self._lock, readable_errors():
             totals = self._db.execute("SELECT bytes, files, crc FROM total").fetchall()
         if len(totals) != 1 or _total_checksum(*totals[0][:2]) != totals[0][2]:

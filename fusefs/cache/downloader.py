@@ -296,7 +296,7 @@ class Downloader:
         stop: int,
         on_end: Callable[[Download], None] = _ignore,
     ) -> list[Download]:
-        """Start or join downloads of the missing bytes of [start, stop), in parts; return them.
+        """Start or join downloads of the missing parts of [start, stop); return the downloads.
 
         Stops early if the cache has no room for a file that was not opened yet. The caller must
         call `unwant` on each download. `on_end` is called when a download started here has ended.

@@ -115,7 +115,7 @@ class Filler:
         return len(self._queue) + len(self._under_way)
 
     def fetched(self, file: CacheFile, start: int, stop: int) -> None:
-        """Queue blocks of `tier.missed` that are whole in `file`, now that [start, stop) is."""
+        """Queue blocks of `tier.missed` that are whole in `file` after a fetch of [start, stop)."""
         version, missed = file.version, self._tier.missed
         if version is None or not missed:
             return

@@ -206,7 +206,7 @@ class Plans:
         return True
 
     def _refresh(self) -> None:
-        """Tell the eviction order and the prefetcher which plans their readers follow now."""
+        """Tell the eviction order and the prefetcher which plans are followed by readers now."""
         self._active = [plan for plan in self._plans.values() if plan.is_followed]
         if not self._active:
             self.since = -math.inf

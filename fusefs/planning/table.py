@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def is_followed(self) -> bool:
-        """True if the reader opens the files of the plan in its order."""
+        """True if the reader opens the files of the plan in the plan's order."""
         return self.is_confirmed and not self.is_ignored
 
     @property
