@@ -42,6 +42,7 @@ from fusefs.cache.integrity.damage import (
     DamagedCatalogError,
     alone_in,
     check_header,
+    check_order,
     is_damage,
     readable_errors,
     remove,
@@ -233,18 +234,22 @@ class Catalog:
 
     def oldest(self, after: tuple[float, str]) -> list[Row]:
         """Read a page of evictable files' rows that follow `after`, ordered by (last use, name)."""
-        return self._rows(
+        rows = self._rows(
             "WHERE (used_at, name) > (?, ?)"
             " AND NOT EXISTS (SELECT 1 FROM retained WHERE retained.name = files.name)"
             " ORDER BY used_at, name LIMIT ?",
             *after,
             PAGE,
         )
+        check_order(after, ((row.used_at, row.name) for row in rows))
+        return rows
 
     def page(self, after: str, larger_than: int = -1) -> list[Row]:
         """Read a page of the rows after the name `after`, of files above `larger_than` bytes."""
         condition = "WHERE name > ? AND size > ? ORDER BY name LIMIT ?"
-        return self._rows(condition, after, larger_than, PAGE)
+        rows = self._rows(condition, after, larger_than, PAGE)
+        check_order(after, (row.name for row in rows))
+        return rows
 
     def names(self, after: str) -> list[str]:
         """Read a page of the sorted names of all files, beginning after the name `after`."""
@@ -256,6 +261,7 @@ class Catalog:
         for name in names:
             if not _NAME.fullmatch(name):
                 raise DamagedCatalogError(f"{name!r} is no name of a file")
+        check_order(after, names)
         return names
 
     def unsynced(self, after: str, most: int) -> list[Row]:

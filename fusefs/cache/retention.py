@@ -23,6 +23,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.catalog import Catalog, KeyRange, key_ranges
 from fusefs.cache.catalog_writer import CatalogWriter
+from fusefs.cache.integrity.damage import check_order
 
 Result = TypeVar("Result")
 
@@ -185,6 +186,7 @@ class Retention:
             "SELECT added, key FROM pins WHERE +identity = ? AND added > ? ORDER BY added LIMIT ?",
             (self._identity, self._added, PAGE),
         ).fetchall():
+            check_order(self._added, (added for added, _ in rows))
             self._added = rows[-1][0]
             yield [str(key) for _, key in rows]
 

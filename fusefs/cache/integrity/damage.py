@@ -11,9 +11,11 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 # Suffixes of a database's files. The database itself is removed last: a write-ahead
 # log left alone by a kill would be read into the next database of that name.
@@ -69,6 +71,16 @@ def check_header(path: Path) -> None:
         return
     if any(version not in (1, 2) for version in versions):
         raise DamagedCatalogError("its header has an unknown format")
+
+
+def check_order(after: Any, keys: Iterable[Any]) -> None:
+    """Check that the sorted keys of a page follow `after`: else reading pages might never end.
+
+    Raises:
+        DamagedCatalogError: they don't.
+    """
+    if any(key <= before for before, key in pairwise([after, *keys])):
+        raise DamagedCatalogError("its rows are out of order")
 
 
 @contextmanager

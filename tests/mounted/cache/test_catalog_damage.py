@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from fusefs.cache.catalog import Catalog, Row
+from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.damage import DamagedCatalogError
+from fusefs.cache.quota import Quota
 from fusefs.cache.ranges import RangeMap
 from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
@@ -209,6 +211,30 @@ def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path) -> None:
     with pytest.raises(DamagedCatalogError, match="no name of a file"):
         table.names("")
     table.close()
+
+
+async def test_rows_out_of_order_are_damage(tmp_path: Path) -> None:
+    filled(tmp_path)
+    path = tmp_path / "catalog.sqlite3"
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executemany("INSERT INTO pins (identity, key) VALUES ('bucket', ?)", "abc")
+        roots = "SELECT rootpage FROM sqlite_master WHERE name IN ('files', 'pins')"
+        pages = [page for (page,) in db.execute(roots)]
+    data = bytearray(path.read_bytes())
+    for page in pages:
+        # After a header of 8 bytes, a page has the places of its rows
+        # (https://sqlite.org/fileformat.html#b_tree_pages).
+        at = (page - 1) * 4096 + 8
+        last = at + 2 * int.from_bytes(data[at - 5 : at - 3], "big") - 2
+        data[last : last + 2] = data[at : at + 2]
+    path.write_bytes(data)
+    with closing(catalog(tmp_path)) as table:
+        for read in (table.names, table.page):
+            with pytest.raises(DamagedCatalogError, match="out of order"):
+                read("")
+    cache = FileCache(tmp_path, "bucket", Quota(tmp_path, None, lambda _size: 0))
+    assert (len(cache), len(cache.retention)) == (0, 0)
+    await cache.aclose(sync=False)
 
 
 @pytest.mark.parametrize("value", ["'x'", "x'61'", "NULL"])
