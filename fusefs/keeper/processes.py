@@ -484,7 +484,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Kill an ended daemon's hanging broker; only messages on files are still handled."""
+        """Kill an ended daemon's hanging broker; handle its messages on registered files only."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return

@@ -63,7 +63,7 @@ def namespace() -> int:
 
 
 def fate(pid: int) -> int:
-    """Return the fate (one of `FATES`) of the process of thread `pid`, a pid of this namespace."""
+    """Return one of `FATES`: the process of thread `pid` (of this namespace) lives or is ending."""
     if not pid:
         return UNKNOWN
     try:

@@ -46,7 +46,7 @@ def umount(target: str, flags: int) -> None:
 
 
 def lock_memory(memory: mmap.mmap) -> None:
-    """Lock a private mapping in memory (mlock); raises OSError if the limits do not allow it."""
+    """Zero and lock a new private mapping (mlock); raises OSError if the limits forbid that."""
     for at in range(0, len(memory), _PAGE_SIZE):
         memory[at] = 0
     start = ctypes.c_char.from_buffer(memory)
@@ -85,7 +85,7 @@ def system_call(number: int, *arguments: object) -> int:
 
 
 def check(result: int, target: str) -> None:
-    """Raise OSError, by errno and with `target`, if the `result` of a C call is negative."""
+    """Raise OSError, with errno and file name `target`, if the `result` of a C call is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)

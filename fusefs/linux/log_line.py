@@ -1,4 +1,4 @@
-"""One line of a log, the same for the keeper, daemons and the CSI driver.
+"""The form of log lines, which the keeper, daemons and the CSI driver share.
 
     2026-11-28T15:15:19.298+0000 WARNING fusefs.store: PUT failed: …
 

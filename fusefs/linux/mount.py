@@ -112,7 +112,7 @@ def helper_options(request: MountRequest, source: str) -> list[str]:
 
 
 def raise_read_ahead(mountpoint: Path) -> bool:
-    """Raise the kernel's read-ahead for a mount; False if there is no mount or no permission."""
+    """Set a mount's kernel read-ahead to READ_AHEAD_KIB; False without mount or permission."""
     mount = find_mount(mountpoint)
     return mount is not None and fuse_connection.raise_read_ahead(mount.connection, READ_AHEAD_KIB)
 

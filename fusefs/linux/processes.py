@@ -95,7 +95,7 @@ def become(credentials: Credentials) -> None:
 
 
 def become_in_place(credentials: Credentials) -> None:
-    """Call `become`, then set Python's usual signals, as no program is executed afterwards."""
+    """Call `become`, then restore Python's signal handlers, as the child goes on in Python."""
     become(credentials)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)  # as Python does when it starts

@@ -83,7 +83,7 @@ def users_of(mountpoint: Path) -> list[tuple[int, str]]:
 
 
 def holders_of(device: str) -> list[tuple[int, str]]:
-    """Return one process (pid, command) of each other mount namespace with the mount `device`."""
+    """Return a process (pid, command) for each other mount namespace that has `device` mounted."""
     found: dict[str, tuple[int, str]] = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):
