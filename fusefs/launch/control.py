@@ -36,5 +36,5 @@ class CommandError(Exception):
 
 
 def request(path: Path, command: str, timeout_s: float) -> Message:
-    """Send a command to the daemon that listens on `path`; see `exchange`."""
+    """Send a command to the daemon that listens on `path`; return and raise as `exchange` does."""
     return exchange(path, {"command": command}, timeout_s)

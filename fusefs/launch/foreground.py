@@ -26,7 +26,7 @@ ANSWER_S = 2.0
 
 
 class Foreground:
-    """A foreground mount; `process` is its first keeper, or its daemon if not `has_keeper`."""
+    """Waits for a mount's end; `process` is the first keeper, or the daemon if not `has_keeper`."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], mountpoint: Path, *, has_keeper: bool
@@ -61,7 +61,7 @@ class Foreground:
             processes.send_signal(self._pidfd, signal.SIGTERM)
 
     def _has_successor(self) -> bool:
-        """Wait for another keeper while the mount exists; open its `_pidfd`, or return False."""
+        """Wait up to `SUCCESSOR_S` for the mount's next keeper and open `_pidfd`; False if none."""
         until = time.monotonic() + SUCCESSOR_S
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
             # The pid in the answer is the keeper's; the socket may be its predecessor's.

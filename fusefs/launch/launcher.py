@@ -117,9 +117,10 @@ def resume(
     environment: Mapping[str, str] = os.environ,
     deadline: float = math.inf,
 ) -> subprocess.Popen[bytes] | None:
-    """Start a keeper for a mount that has lost its keeper, and perhaps its daemon; return it.
+    """Start a new keeper for a mount without one, perhaps without daemon; return its process.
 
-    Returns None if there is no such mount, or no held descriptor of it. Arguments as for `start`.
+    Returns None if there is no mount, if it has a keeper, or if the supervisor holds no descriptor
+    of it. Arguments as for `start`.
 
     Raises:
         LaunchError: no daemon came up; the descriptor store still holds the mount.
@@ -274,9 +275,9 @@ def daemon_input(
 ) -> str:
     """Return the standard input of a daemon that runs as `user`: settings and files, as JSON.
 
-    AWS configuration files, which `environment` names, are passed by content if `user`
-    can't read them or their path is relative. Files that `user` can read are passed as
-    paths, so that the daemon sees later changes.
+    AWS configuration files, which `environment` names, are passed by content if `user` is None or
+    can't read them, or if their path is relative. Files that `user` can read are passed as paths,
+    so that the daemon sees later changes.
 
     Raises:
         LaunchError: a file does not contain the secret that it should.

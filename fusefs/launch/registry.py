@@ -91,7 +91,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _user_of(pid: int) -> int | None:
-    """Return a process's real uid, or None. Root owns /proc/PID if the process is undumpable."""
+    """Return a process's real uid, or None. Root owns an undumpable process's /proc/PID."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -234,7 +234,7 @@ def new_keeper_socket(mountpoint: Path) -> Path:
 
 
 def _make(path: Path, mode: int, *, owners: tuple[int, ...]) -> None:
-    """Make a directory and check its owner, as another user may have made it in /tmp."""
+    """Make a directory; MountsError unless one of `owners` owns it (others can write /tmp)."""
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
         found = path.lstat()
@@ -274,7 +274,7 @@ def staging_of(mountpoint: Path) -> Path | None:
 
 
 def unregister(mountpoint: Path, *, pid: int | None = None) -> None:
-    """Remove a mount's record; with `pid` only that daemon's, not the next mount's."""
+    """Remove a mount's record; with `pid`, only if it is still the record of that daemon."""
     if pid is not None:
         registration = _read(directory_of(mountpoint))
         if registration is None or registration.pid != pid:

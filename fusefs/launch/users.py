@@ -2,9 +2,9 @@
 
 That user must be able to read the files that the daemon needs: the program, the CA bundle, a
 web identity token. If there is no user `fusefs`, the user is a uid without a name, used for this
-cache directory alone: other programs run as `nobody`, and could change cached data and read
-keys. AWS configuration files need not be readable: the launcher passes the content of those
-that the daemon's user can't read (see launcher.py).
+cache directory alone, not `nobody`: other programs run as `nobody`, and could change cached data
+and read keys. AWS configuration files need not be readable: the launcher passes the content of
+those that the daemon's user can't read (see launcher.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """The user of a daemon; `why`: the reason for a user that other programs run as too, or ""."""
+    """A daemon's user; `why`: the reason to use one that other programs run as, too, or ""."""
 
     name: str
     uid: int
@@ -63,7 +63,7 @@ class User:
 
 
 def choose(settings: MountSettings, environment: Mapping[str, str] = os.environ) -> User:
-    """Choose the daemon's user; `environment` names AWS's files. Raises UserError."""
+    """Choose the daemon's user; `environment` names AWS's configuration files. Raises UserError."""
     if os.geteuid() != 0:
         if settings.user is not None:
             raise UserError("only root may use --user; drop it")
@@ -110,7 +110,7 @@ def _nameless(number: int, why: str = "") -> User:
 
 
 def _user_of_cache(directory: Path) -> User | None:
-    """Return a cache directory's nameless user: its owner, or a uid by the path's hash; or None."""
+    """Return a cache's nameless user: its owner, or by the path's hash; None if none is mapped."""
     owner = _owner_of_content(directory)
     if owner is not None and any(owner in numbers for numbers in _OF_CACHES):
         return _nameless(owner)
@@ -176,7 +176,7 @@ def _default_obstacle(settings: MountSettings, environment: Mapping[str, str]) -
 
 
 def aws_files(environment: Mapping[str, str] = os.environ) -> list[tuple[str, Path]]:
-    """Return the existing AWS configuration files: pairs of a file's variable and its path."""
+    """Return the existing AWS configuration files as pairs of environment variable and path."""
     found = []
     for variable, default in AWS_FILES.items():
         path = Path(os.path.expanduser(environment.get(variable) or default))
