@@ -29,7 +29,7 @@ SHORTEST_PAUSE_S = 0.5
 
 
 class AccessGuard:
-    """Guard of one mount's rights, off if `after_s` is inf; calls `shut` when `is_shut` changes."""
+    """Guard of one mount's rights, off if `after_s` is inf; calls `shut(is_shut)` on a change."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class AccessGuard:
             self._judge()
 
     def _put_on_record(self) -> None:
-        """Write the state for the next daemon. Errors are only logged: that daemon checks too."""
+        """Record or forget the refusal for the next daemon, which checks too: only log errors."""
         try:
             if self._since is None:
                 self._record.unlink(missing_ok=True)

@@ -141,7 +141,7 @@ class Daemon:
         self._is_unmounted = False
 
     async def run(self, ready: Ready) -> None:
-        """Mount or take over, call `ready`, and serve until the end; may raise USER_ERRORS."""
+        """Mount or take over, call `ready(warnings)`, serve to the end; may raise USER_ERRORS."""
         if self.settings.session != SessionKind.PYFUSE3:
             self._takeover = await Takeover.begin(self.settings)
         async with open_store(setup.s3_settings(self.settings), self._described) as self.store:
@@ -250,7 +250,7 @@ class Daemon:
 
     @property
     def _identity(self) -> str:
-        """The endpoint and the bucket of the mount as one text, the bucket's identity."""
+        """Identity of the bucket in what the cache records: `ENDPOINT/BUCKET` or `aws/BUCKET`."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
     @property
@@ -277,7 +277,7 @@ class Daemon:
         )
 
     def _principal_directory(self) -> str:
-        """Return the name of the credentials' cache subdirectory; raises as `Takeover.recall`."""
+        """Return the name of the principal's cache subdirectory; raises as `Takeover.recall`."""
         takeover = self._takeover
         if takeover is not None and not takeover.is_fresh:
             # The recorded name is used, because finding the credentials' owner takes a second.
@@ -330,7 +330,7 @@ class Daemon:
                     registry.unregister(mountpoint, pid=os.getpid())
 
     async def _register(self, nursery: trio.Nursery) -> None:
-        """Register the mount for commands; after a failure, raise in a new mount, else retry."""
+        """Let commands find and ask this mount; if that fails, raise in a new mount, else retry."""
         try:
             await self._answer_commands(nursery)
         except (OSError, registry.MountsError) as error:
@@ -491,7 +491,7 @@ class Daemon:
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
-        """Mount or take over, and yield the session for the block; then close the descriptor."""
+        """Mount or take over; yield the session for the block; then close /dev/fuse."""
         settings, takeover = self.settings, self._takeover
         assert takeover is not None
         if takeover.is_fresh:

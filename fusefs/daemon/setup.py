@@ -28,7 +28,7 @@ logger = logging.getLogger("fusefs.daemon")
 
 
 def set_up(settings: MountSettings) -> None:
-    """Set up the process: log to standard error, raise the descriptor limit, set the umask."""
+    """Set up the process: log, stack dumps on SIGUSR1, limit of descriptors, umask 077."""
     log_handlers.set_up(settings)
     # The keeper sends SIGUSR1 to a silent daemon, which then logs its stacks even in a busy loop.
     faulthandler.register(signal.SIGUSR1)
@@ -38,7 +38,7 @@ def set_up(settings: MountSettings) -> None:
 
 
 def read_input(text: str) -> MountSettings:
-    """Return the settings in the launcher's JSON; set the variables that name its files."""
+    """Return the settings in the launcher's JSON; put its files in memory, set their variables."""
     given = json.loads(text)
     for variable, content in given["files"].items():
         # A file in memory, since the content has secrets.

@@ -221,7 +221,7 @@ def pending(writer: Writer, prefix: str) -> dict[str, Any]:
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
-    """Return `pending` and directory renames; `is_first` starts all uploads and renames at once."""
+    """Return `pending`, with the directory renames; `is_first` starts all of these at once."""
     if is_first:
         mutations.writer.backlog.hurry(key)
     renames = mutations.changes.renames.pending(key, hurry=is_first)

@@ -71,7 +71,7 @@ def late_requests_directory(settings: MountSettings, mounted_ns: int) -> Path:
 
 
 class Takeover:
-    """The communication of one daemon with its keeper, made by `begin`."""
+    """One daemon's communication with its keeper, by which it gets its mount; made by `begin`."""
 
     def __init__(self, settings: MountSettings, keeper: KeeperClient, task: int) -> None:
         self._settings = settings
@@ -120,7 +120,7 @@ class Takeover:
             files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
-        """Return the recorded name; TakeoverError if missing, CacheDirectoryError if unreadable."""
+        """Return `remember`'s name; TakeoverError without it, CacheDirectoryError if unreadable."""
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:
