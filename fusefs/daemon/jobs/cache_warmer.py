@@ -146,7 +146,7 @@ class WarmCounts(Job):
 
 
 class WarmJob(WarmCounts):
-    """One job, started at `since` (seconds since the epoch)."""
+    """A warm or pin job with its progress, started at `since` (seconds since the epoch)."""
 
     def __init__(self, spec: JobSpec, since: float) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class WarmJob(WarmCounts):
         )
 
     def found(self, infos: Sequence[ObjectInfo], *, is_last: bool) -> None:
-        """Count the files on a page of the listing."""
+        """Count the files on a page of the listing; `is_last` says that no page follows."""
         self.files += len(infos)
         self.bytes += sum(info.size for info in infos)
         self.is_listed = is_last
@@ -201,7 +201,7 @@ class WarmJob(WarmCounts):
         self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
-        """Remove a file that has changed since the listing from the counts, with its bytes."""
+        """Uncount a file that has changed since it was listed, with the bytes that `arrived`."""
         self.files -= 1
         self.bytes -= size
         self.done_bytes -= arrived
@@ -442,7 +442,7 @@ class CacheWarmer:
                     await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
-        """Write the cache's records; after a whole job, release files that the bucket lacks."""
+        """Write the cache's records; after a path's whole job, release files the bucket lacks."""
         await self._cache.record()
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
@@ -609,14 +609,14 @@ class CacheWarmer:
 
 
 def _turn(settings: MountSettings) -> float:
-    """Return a number from 0 to 1 that depends on host name and cache directory."""
+    """Return the share (0 to 1) of a page or file at which this node begins: a hash of its name."""
     node = f"{socket.gethostname()}\0{settings.cache_dir}"
     digest = hashlib.blake2b(node.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "big") / (1 << 32)
 
 
 class _Work:
-    """One file of a job, and its number of parts under way; `again` fetches a new version."""
+    """A file that a job fetches, part by part; `again` starts to fetch the object's new version."""
 
     def __init__(self, job: WarmJob, info: ObjectInfo, file: CacheFile) -> None:
         self.job = job

@@ -1,4 +1,4 @@
-"""Jobs of the daemon, which commands start, and whose state they then poll until the end."""
+"""Jobs of the daemon: commands start them, and poll their state until they have ended."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class JobTable(Generic[JobType]):
         *,
         is_new: bool,
     ) -> JobType:
-        """Return the job of `place`; start one if none exists, or if it has ended and `is_new`."""
+        """Return `place`'s job; `make` and run one if none exists, or if it ended and `is_new`."""
         job = self._jobs.get(place)
         if job is None or (is_new and job.has_ended):
             for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:

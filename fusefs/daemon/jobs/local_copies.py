@@ -59,7 +59,7 @@ class CopiesJob(Job):
 
 @dataclass
 class Unpinning(Job):
-    """A job that removes `pins` pins; if there are none, `above` has the pins of parents."""
+    """A job that removes pins, in number `pins`; without any, `above` has the parents' pins."""
 
     pins: int = 0
     above: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ class LocalCopies:
             job.add("dropped_", size)
 
     async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
-        """Drop all other copies at and below `key`, of versions that the bucket no longer has."""
+        """Drop idle copies at and below `key`, not `staying`: versions that the bucket lacks."""
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained
