@@ -1,4 +1,4 @@
-"""The known part of one directory: segments (segment.py), in order and disjoint."""
+"""The cached listing of one directory: segments (segment.py) without overlaps, in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GENERATIONS = count(0, 1 << 32)
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Directory:
-    """The segments of one directory, in order and disjoint.
+    """The cached listing of one directory: its segments, without overlaps and in order.
 
     `generation` grows with each change that a directory stream may show. `most_s` is the metadata
     TTL of the pages. `changed` is the time of the last known change. `doubted` is the time of this
@@ -47,7 +47,7 @@ class Directory:
     walk: Walk | None = None
 
     def behind(self, position: str) -> Segment | None:
-        """The segment with the entries right behind a position; None if that is not known."""
+        """The segment with the entries right behind a position; None if they are not cached."""
         index = bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
         if index < 0:
             return None
@@ -55,7 +55,7 @@ class Directory:
         return segment if segment.stop is None or position < segment.stop else None
 
     def holding(self, name: str) -> Segment | None:
-        """The segment within which a name lies, even if the name is missing; None if unknown."""
+        """The segment that tells whether a name exists; None if no segment covers the name."""
         position = names.position(name)
         # A segment that starts exactly at the position does not hold it.
         index = bisect_left(self.segments, position, key=lambda segment: segment.start) - 1
@@ -64,7 +64,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """Set a name's entries in the segments' `pending`, maybe outdated, to None (unknown)."""
+        """Set the file `name` to None (it may exist) in the segments whose `pending` carries it."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:

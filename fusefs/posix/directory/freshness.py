@@ -3,7 +3,7 @@
 A page of a directory that changed recently expires soon, and a page of one that has not
 changed for long is used longer. `belief_s` computes this time, the page's *belief*;
 listings.py remembers when a directory changed last, as far as this mount can tell: by its
-objects' Last-Modified, a page that differs from the page before, an ETag that a GET missed.
+objects' Last-Modified, a page that differs from the page before, a GET that found another ETag.
 
 A page is used in two ways. Its names are shown, with their attributes, for at least a second, so
 that `ls -l` costs one LIST. To open a file, to tell that a name is missing, and to begin to list
@@ -37,7 +37,7 @@ LONGEST_PAUSE_S = 0.1
 
 
 def belief_s(still_s: float, before_s: float, most_s: float) -> float:
-    """The seconds, counted from its request, for which a page is relied on.
+    """The seconds for which a LIST page is relied on, counted from the page's request.
 
     `still_s` is the time since the directory's last change, `before_s` the belief of the
     previous page if this one shows no change, else 0, and `most_s` the metadata TTL.

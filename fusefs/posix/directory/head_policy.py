@@ -51,7 +51,7 @@ MOST_CHANGED = 20_000
 
 @dataclass(slots=True)
 class _Directory:
-    """The known facts about one directory's objects, or about all directories of one parent."""
+    """The results of HEADs in one directory, or in all directories of one parent."""
 
     without: int = 0
     oldest_ns: float = math.inf
@@ -73,10 +73,10 @@ class Assumed(NamedTuple):
 
 
 class HeadPolicy:
-    """The assumptions about the objects of one bucket. Belongs to the event loop.
+    """Decides which objects of a bucket are assumed to lack attributes. For the event loop.
 
-    The changed directories are written to `record`, a file of the cache that each mount reads
-    at its start; if `record` is None, only this mount knows these directories.
+    The directories that a mount changes are written to `record`, a file of the cache that each
+    mount reads at its start; if `record` is None, only this mount knows these directories.
     """
 
     def __init__(self, record: Path | None = None, *, is_read_only: bool = False) -> None:
@@ -137,7 +137,7 @@ class HeadPolicy:
         self._without_in_a_row += 1
 
     def sampled(self, prefix: str, asked: int, modified_ns: Sequence[int]) -> bool:
-        """After HEADs of `asked` files, assume that no file has attributes; False if one has."""
+        """After `asked` HEADs, assume files of these times to lack attributes; False if one has."""
         directory = _entry(self._directories, prefix)
         if directory.has_attributes:
             return False
@@ -150,7 +150,7 @@ class HeadPolicy:
         return True
 
     def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
-        """Assume of a directory what holds for its siblings; False if it needs its own sample."""
+        """Assume that files of these times lack attributes, like siblings; False: not known yet."""
         alike = self._alike.get(parent_of(prefix)) if prefix and modified_ns else None
         if alike is None or alike.has_attributes or alike.without < self.sample_size:
             return False

@@ -1,9 +1,9 @@
 """Listings: the known names of directories, from LIST pages, with their times of validity.
 
-A lookup in an unknown directory requests the page that starts at the name, and so gets up to a
-thousand neighbours for the price of one; a directory stream reads page after page. Pages are kept
-as segments (segment.py), and relied on for as long as freshness.py says; then the same page is
-requested again, which answers for all its names.
+The first lookup in a directory requests its first page, a later one the page that starts at the
+name, and so gets up to a thousand neighbours for the price of one; a directory stream reads page
+after page. Pages are kept as segments (segment.py), and relied on for as long as freshness.py says;
+then the same page is requested again, which answers for all its names.
 
 Two things are fetched ahead: the page behind the one that a stream is reading, and whole folders
 when a program walks from one to the next (walk.py).
@@ -119,7 +119,7 @@ class Directories:
         return directory
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The known entry of a name, and its expiry (monotonic s); None if a request is needed."""
+        """The cached entry of a name, with its expiry (monotonic s); None: a request is needed."""
         here = self.pending_changes.get(directory.prefix, name)
         if here is not None:
             return here, math.inf
@@ -135,7 +135,7 @@ class Directories:
         return known if is_young and is_made else None
 
     def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """Do what `lookup_now` does, but return None if the entry is only shown, not relied on."""
+        """Do the same as `lookup_now`, for an open: None too if the entry is not relied on now."""
         known = self.lookup_now(directory, name)
         return known if known is not None and known[1] > time.monotonic() else None
 
@@ -145,7 +145,7 @@ class Directories:
         """Look up a name; return its entry, and the monotonic time until which it is relied on.
 
         If the bucket was asked, that time is not before the begin of this call. With
-        `is_opened`, entries that are only shown, and not relied on, are requested again.
+        `is_opened`, for an open, an entry that is shown but not relied on is requested again.
         """
         began = time.monotonic()
         for _ in range(3):
@@ -219,11 +219,11 @@ class Directories:
         return segment
 
     async def look_again(self, directory: Directory) -> Segment:
-        """Request the first segment of a directory anew."""
+        """Request the first page of a directory again; return its segment."""
         return await self._load(directory, "", resolve_doubts=True)
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
-        """Correct a listing by S3's answer about one file; `info` is None if unknown or gone."""
+        """Correct a listing: S3 has the object `info` under a name (None: none, or unknown)."""
         directory.doubt_carried(name)
         self._note_change(directory, is_ours=False)
         segment = directory.holding(name)
@@ -348,7 +348,7 @@ class Directories:
         return segment
 
     async def _load_around(self, directory: Directory, name: str) -> None:
-        """Load the page that held a name, or a page from the name on; or wait for a running load.
+        """Load the page that held a name, or one from the name on, or wait for one under way.
 
         In an unknown directory the first page is loaded, which mostly has all names: otherwise
         names in random order would cost a page for each name that sorts before all earlier ones.
@@ -387,7 +387,7 @@ class Directories:
             event.set()
 
     def _absorb(self, directory: Directory, start: str, page: ListPage, fetched: float) -> Segment:
-        """Make a segment of a page, and add it to the directory."""
+        """Make a segment of the page from position `start` on, and add it to the directory."""
         carried = None
         for before in directory.segments:
             if before.stop == start and fetched < max(before.expires, before.fetched + CARRIED_S):
@@ -473,7 +473,7 @@ class Directories:
             self._entries += len(segment.entries) - before
 
     async def lookup_by_name(self, directory: Directory, name: str) -> tuple[Entry | Absent, float]:
-        """Request one name by itself: as a directory by a LIST, then as a file by a HEAD."""
+        """Request one name, as a directory (LIST), then as a file (HEAD): its entry and expiry."""
         expires = self._until(time.monotonic(), belief_s(QUIET_S, 0.0, directory.most_s))
         key = directory.prefix + name
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)

@@ -57,7 +57,7 @@ class PendingChanges:
 
     @contextmanager
     def listing(self) -> Iterator[float]:
-        """Keep all changes by name during the block, which requests a LIST; yield its start."""
+        """Keep changes by name during the block, which requests a LIST; yield the start time."""
         number = next(self._numbers)
         self._listings[number] = time.monotonic()
         try:
@@ -140,7 +140,7 @@ class PendingChanges:
                 yield from ((known, name, entry) for name, entry in entries.items())
 
     def apply(self, prefix: str, segment: Segment) -> None:
-        """Merge this mount's changes into a new segment, which expires if some are forgotten."""
+        """Merge this mount's changes into a new segment; expire it if one may be forgotten."""
         if self.has_forgotten(prefix, segment.fetched):
             segment.distrust()
         for at, moved in reversed(self._moves):

@@ -91,7 +91,7 @@ class Walks:
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
     async def step(self, prefix: str, expect: Expect) -> None:
-        """Note that an unknown directory will be read; fill it if the read is part of a walk."""
+        """Note a read of a directory that is not cached; in a walk, wait for a flat page first."""
         if len(prefix) <= len(self._top):
             return  # the mount may not be allowed to list keys outside its prefix
         parent = parent_of(prefix)
@@ -117,7 +117,7 @@ class Walks:
             self._nursery.start_soon(run_ahead, self._load, walk, start, expect)
 
     async def _load(self, walk: Walk, start: Start, expect: Expect) -> None:
-        """Load a flat page, and fill the directories that it completes."""
+        """Load a flat page from `start` on, and cache the listings that the page completes."""
         if walk.loading is None:
             walk.loading = trio.Event()
         event, walk.next = walk.loading, None
@@ -166,7 +166,7 @@ async def run_ahead(load: Callable[..., Awaitable[object]], *args: object) -> No
 
 
 def _grouped(prefix: str, page: ListPage, begun: dict[str, ListPage]) -> dict[str, ListPage]:
-    """Group a flat page by directory below `prefix`; complete the pages of `begun` with it."""
+    """Split a flat page into one page for each folder, added to the parts in `begun`."""
     pages = dict(begun)
 
     def page_of(folder: str) -> ListPage:
