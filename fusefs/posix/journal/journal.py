@@ -65,7 +65,7 @@ COMPACT_FROM = 32 << 20
 
 
 class _Log:
-    """One mapped file to which records are appended: a new log, or the log that was `read`.
+    """One mapped file to which records are appended: a new log, or the log replayed as `read`.
 
     `size` and `crc` are those of the `count` records written so far; the file is allocated
     up to `limit`.
@@ -193,7 +193,7 @@ class Journal:
         self._append(Kind.REMOVED, ID.pack(nodeid))
 
     def number(self, place: int, number: int) -> None:
-        """Log a place's inode number (nodes/file_numbers.py); equal values drop its record."""
+        """Log the inode number of a place (file_numbers.py); if both are equal, drop the record."""
         self._append(Kind.NUMBER, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:
@@ -203,7 +203,7 @@ class Journal:
     def opened(
         self, unique: int, fh: int, nodeid: int, flags: int, mode: int, backing_id: int
     ) -> None:
-        """Log a handle; backing id 0: the daemon answers its reads."""
+        """Log an open handle; with backing id 0 the daemon answers the handle's reads."""
         self._write(
             WHOLE_OPEN.pack(OPEN.size, Kind.OPEN, unique, fh, nodeid, flags, mode, backing_id)
         )
@@ -221,7 +221,7 @@ class Journal:
         self._append(Kind.TABLE, TABLE.pack(next_id, next_fh, mounted_ns))
 
     def begun(self, unique: int) -> None:
-        """Log that a request will make a change: if the kernel resends it, the change may exist."""
+        """Log that a request will make a change; if resent, it may find the change made already."""
         self._append(Kind.BEGUN, ID.pack(unique))
 
     @property

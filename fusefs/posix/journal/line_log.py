@@ -25,7 +25,7 @@ COMPACT_FROM = 1 << 20
 
 
 class LineLog:
-    """A log of lines. Belongs to the event loop; a write goes to the page cache."""
+    """The changes still to be sent, in a file. For the event loop; writes go to the page cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,14 +91,14 @@ class LineLog:
             self._fd = -1
 
     def close(self, *, remove: bool) -> None:
-        """Stop writing, and `remove` the log if it is not needed any more."""
+        """Stop writing; `remove` the file if no change is left to send."""
         self._close()
         if remove:
             self._path.unlink(missing_ok=True)
 
 
 def line(fields: list[Any]) -> bytes:
-    """A line of the log: a key and its fields; a key without fields has no change left to send."""
+    """Encode a line: [key, *fields], or only [key] if the key has no change left to send."""
     return json.dumps(fields).encode() + b"\n"
 
 

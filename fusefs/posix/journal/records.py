@@ -101,7 +101,7 @@ class LoggedHandle:
 
 
 class Parsed(NamedTuple):
-    """A record, with the offset of its end (`stop`) and the CRC there."""
+    """A record, with the offset of its end (`stop`) and the CRC of the log up to there."""
 
     kind: int
     payload: bytes
@@ -146,7 +146,7 @@ def node_payload(
     info: ObjectInfo | None,
     entries_changed_ns: int,
 ) -> bytes:
-    """The payload of a node's record; a `LoggedNode` as its argument would double the time."""
+    """The payload of a node's record (`text`: the name). A `LoggedNode` would double the time."""
     ids, name = (nodeid, parent, ino, nlookup), text.encode()
     if info is None:
         lengths = len(name), _DIRECTORY, 0

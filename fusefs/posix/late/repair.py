@@ -43,7 +43,7 @@ TRIES = 3
 
 
 class Repairer:
-    """The checks and repairs of one mount's uncertain keys.
+    """Checks and repairs the uncertain keys of one mount.
 
     `changed` is called with a repaired key and its new object, None if the key was removed.
     """
@@ -165,10 +165,10 @@ class Repairer:
         content: str | None,
         change: Change,
     ) -> None:
-        """Record `made`, the state that the repair `change` gave a key, as the key's right state.
+        """Record `made`, the state that the repair `change` gave a key, as the expected state.
 
-        ConflictError if the right state is not `expected` any more: then the repair has undone a
-        newer change, and is recorded as a late request itself.
+        `content` is the content's file. ConflictError if the key has another expected state than
+        `expected` by now: the repair has undone a newer change, and counts as a late request.
         """
         if entry.expected is not expected:
             # This repair has undone another change, which was acknowledged meanwhile.

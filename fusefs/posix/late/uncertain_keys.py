@@ -284,7 +284,7 @@ class UncertainKeys(UnansweredChanges):
             logger.warning("%s: a request without an answer is not on record: %s", entry.key, error)
 
     def content_path(self, entry: UncertainKey) -> Path:
-        """Return a new path for a copy of a key's content."""
+        """Return a path, not used before, for a copy of a key's expected content."""
         self._sequence += 1
         return self.directory / f"{entry.number}.{time.time_ns()}-{self._sequence}"
 
@@ -299,7 +299,7 @@ class UncertainKeys(UnansweredChanges):
             self.remove(entry.content)
 
     def remove(self, name: str) -> None:
-        """Remove a record or a content; a failure is harmless, and only logged."""
+        """Delete the file `name` of a record or a content; a failure is harmless, and logged."""
         try:
             (self.directory / name).unlink(missing_ok=True)
         except OSError as error:

@@ -232,7 +232,7 @@ class WatchedStore:
         return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
 
     def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:
-        """Record a key's state after a change; remove `content` if the key is certain by now."""
+        """Record a key's state after a change; delete the file `content` if the key is certain."""
         if not entry.is_over:
             self.uncertain_keys.expect(entry, state, content)
         elif content is not None:
@@ -294,7 +294,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _copied(self, entry: UncertainKey, fd: int, size: int) -> AsyncIterator[str | None]:
-        """Copy a content before it is sent; yield the copy's name, None if empty or not copied."""
+        """Copy a file before it is sent; yield the copy's name, None if empty or not copied."""
         if entry.is_over or not size:
             yield None
             return
@@ -349,7 +349,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _copy_file(fd: int, size: int, path: Path) -> None:
-    """Copy the first `size` bytes of a file. Blocks."""
+    """Copy the first `size` bytes of the open file `fd` to a new file. Blocks."""
     with _new_file(path) as copy:
         while missing := size - copy.tell():
             piece = os.pread(fd, min(_PIECE, missing), copy.tell())

@@ -130,7 +130,7 @@ class OwnObjects:
         return own if is_young and at and own.version == info.version else None
 
     async def describe(self, source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
-        """Copy a version to `key` with other metadata; StaleVersionError if it was replaced."""
+        """Copy `source` to `key` with the metadata in `write`; StaleVersionError if replaced."""
         own = self.get(source)
         made = await self._store.copy(
             own or source.version, key, write._replace(is_own=own is not None)
@@ -224,7 +224,7 @@ class DeferredAttributes:
             self._add(entry)
 
     def _note(self, entry: DeferredChange) -> bool:
-        """Record a change; if the disk fails, log that; return False. The change is sent anyway."""
+        """Record a change, to be sent in any case; if the disk fails, log that and return False."""
         try:
             self._log.append(entry.line())
             return True
@@ -249,7 +249,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """Move a change made during the rename of `key` to the new object `info`; None: drop it."""
+        """Move a change made during the rename of `key` to the new object (None: drop it)."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
@@ -264,7 +264,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     async def give_up(self, key: str) -> int:
-        """Drop the changes at or below a key, and show the bucket's state; return their number."""
+        """Drop the changes at or below a key: programs see S3's attributes. Return the number."""
         given_up = self.pending(key)
         for entry in given_up:
             await self.until_unsent(entry.key)
@@ -281,7 +281,7 @@ class DeferredAttributes:
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Yield a key's change or None; the caller sends or drops it. An error puts it back."""
+        """Take a key's change out for the block, which sends or drops it; an error puts it back."""
         await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:
@@ -303,7 +303,7 @@ class DeferredAttributes:
     # Sending
 
     async def until_unsent(self, key: str) -> None:
-        """Wait until no request for a key is under way."""
+        """Wait until no request that sends a key's change is under way."""
         while (entry := self._by_key.get(key)) is not None and entry.sending is not None:
             with waiting_for(entry.work):
                 await entry.sending.wait()
@@ -355,7 +355,7 @@ class DeferredAttributes:
             self._is_running = False
 
     async def _send_unattended(self, entry: DeferredChange, *, is_due: bool = False) -> None:
-        """Call `_send` in a task that no request waits for; if `is_due`, release `_due` then."""
+        """Send a change for which no program waits; if `is_due`, then release `_due` (a limit)."""
         try:
             with unattended():
                 await self._send(entry)
@@ -412,9 +412,10 @@ class DeferredAttributes:
         self._lost(entry.info)
 
     async def _may_come_back(self, entry: DeferredChange, error: StoreError) -> bool:
-        """True if a late request may have undone a version, so that a repair will put it back.
+        """True if a change's version, missing by `error`, may come back by a repair.
 
-        If so, or if the HEAD for the answer fails, the change counts as failed for now.
+        That is so if a late request may have undone the version, or if the HEAD that would tell
+        fails. The change then counts as failed for now, and is tried again.
         """
         unanswered = self._store.unanswered
         if not unanswered.concerns(entry.key):
@@ -431,7 +432,7 @@ class DeferredAttributes:
         return True
 
     async def _copied(self, entry: DeferredChange) -> ObjectInfo:
-        """Send a change; repeat it over the version that its earlier, unanswered request made."""
+        """Send a change; if an unanswered request made the object anew, send it for that object."""
         try:
             earlier = entry.tokens
             return await self._copy(entry)
@@ -447,7 +448,7 @@ class DeferredAttributes:
         return await self._copy(entry)
 
     async def _copy(self, entry: DeferredChange) -> ObjectInfo:
-        """Send the request with a recorded token, by which the next process knows the result."""
+        """Copy the object onto itself with new attributes and a token that later daemons know."""
         if entry.token is None:
             entry.token = self._store.tokens.next()
             entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
@@ -491,7 +492,10 @@ class DeferredAttributes:
     # Changes of an earlier process, and the mount's end
 
     def adopt(self, found: Iterable[DeferredChange], *, is_on_record: bool) -> None:
-        """Take over the changes of an earlier process, except for keys with a newer change."""
+        """Take over the changes of an earlier process; record them unless `is_on_record`.
+
+        A key with a newer change keeps that change.
+        """
         new = [entry for entry in found if entry.key not in self._by_key]
         if new and not is_on_record:
             self._log.append(b"".join(entry.line() for entry in new))

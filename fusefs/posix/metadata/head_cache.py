@@ -83,7 +83,7 @@ class ScanState:
 
 
 class HeadCache:
-    """The attributes of one mount's objects. Belongs to the event loop.
+    """Requests and remembers the attributes of one mount's objects. For the event loop.
 
     HEADs run in `nursery`. `deferred` returns the attributes of a version that wait to be sent
     to S3, or None.
@@ -146,7 +146,7 @@ class HeadCache:
         return self.lacks(inode)
 
     def lacks(self, inode: Inode) -> bool:
-        """True if the attributes of an inode's object are unknown; set those that are known."""
+        """True if an inode lacks its object's attributes; first set them if they are remembered."""
         if inode.meta is not None or inode.staged is not None:
             return False
         if inode.is_removed:
@@ -225,7 +225,7 @@ class HeadCache:
     async def sample(self, directory: Inode, segment: Segment, *, is_listed: bool = True) -> None:
         """Send HEADs of a few names in a directory, and wait for the answers: a sample.
 
-        A sample may save the HEADs of all other names. If the directory is not being listed
+        A sample may save the HEADs of all other names. Unless a program lists the directory
         (`is_listed`), a writable mount sends no sample at the first lookup.
         """
         prefix = self._inodes.key(directory)
@@ -265,7 +265,7 @@ class HeadCache:
             self._nursery.start_soon(self._run_sample, prefix, keys, times)
 
     async def _run_sample(self, prefix: str, keys: Sequence[str], modified_ns: list[int]) -> None:
-        """Send a sample's first HEADs; send them all if attributes equal the defaults."""
+        """Send the first HEADs of a sample, and the others only if attributes are the defaults."""
         sampled, heads = self._sampled[prefix], dict[str, PendingHead]()
         few = self._policy.sample_size
         try:
@@ -285,7 +285,7 @@ class HeadCache:
             self._sampled.pop(prefix).done.set()
 
     def lacks_version(self, info: ObjectInfo) -> bool:
-        """True if a version's attributes are unknown, and `learn_version` has room for them."""
+        """True if `learn_version` should request a version's attributes, and can remember them."""
         has_room = len(self._remembered) < MOST_REMEMBERED
         if not has_room or _version(info) in self._remembered:
             return False
@@ -360,7 +360,7 @@ class HeadCache:
             head.done.set()
 
     def _observe(self, info: ObjectInfo) -> Meta:
-        """Return an object's attributes; tell the policy if it has any."""
+        """Return an object's attributes, and tell the policy whether the object has any."""
         is_directory = info.key.endswith("/")
         default = self._owner.directory if is_directory else self._owner.file
         known = meta.read(info.metadata or {}, default)
@@ -385,7 +385,10 @@ class HeadCache:
     # Ahead
 
     def _look_ahead(self, inode: Inode, *, is_expected: bool) -> None:
-        """Send HEADs of the next names of a directory if a program reads it in order."""
+        """Send HEADs of the names behind an inode's if a program looks them up in order.
+
+        `is_expected`: the HEAD of this inode's name was sent ahead itself.
+        """
         if inode.parent is None:
             return
         prefix = self._inodes.key(inode.parent)

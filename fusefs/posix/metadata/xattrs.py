@@ -101,7 +101,7 @@ def changed(
 ) -> Pairs:
     """Return the attributes `old` with one of them set or, if `value` is None, removed.
 
-    With `is_repeated` it is no error if the change was made already.
+    If the kernel repeats the request (`is_repeated`), a change made already is no error.
 
     Raises:
         OSError: EPERM, EOPNOTSUPP or EINVAL for a name that cannot be set; EEXIST or
