@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class Progress:
-    """The progress of a call's work: `done` is its text, `wait_for` notes the present request."""
+    """The progress of one call as text: the work sets `done`, each request calls `wait_for`."""
 
     def __init__(self) -> None:
         self.done = ""
         self._request, self._since = "", time.monotonic()
 
     def wait_for(self, request: str) -> None:
-        """Note the name of the request that waits for the store's answer; "" after the answer."""
+        """Note the request that waits for the store's answer, as text; "" after the answer."""
         self._request, self._since = request, time.monotonic()
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Progress:
 
 
 class BackgroundWork:
-    """The work under way of all calls. Thread-safe."""
+    """Runs the work of calls in threads, once for all equal calls at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

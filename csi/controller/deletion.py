@@ -106,7 +106,7 @@ def _delete_data(
 def _why_shared(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
 ) -> str:
-    """Describe another volume whose prefix may overlap; return "" if there is no such volume."""
+    """Describe another volume whose prefix may overlap; "": none; AbortedError if this is gone."""
     own = None
     for key, other in records.now(bucket):
         if isinstance(other, VolumeRecordError):

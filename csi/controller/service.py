@@ -280,9 +280,9 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
 def _create(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, request: csi_pb2.CreateVolumeRequest
 ) -> tuple[VolumeRecord, bool]:
-    """Write the record of a new volume, or return the existing record if it is equal.
+    """Write the record of a new volume; return it and True, or an equal existing record and False.
 
-    Returns the record, and True if it is new.
+    Raises AlreadyExistsError if the existing record differs, AbortedError if it is being deleted.
     """
     try:
         bucket.put_new(volume_record.key_of(volume), record.to_json())

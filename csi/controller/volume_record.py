@@ -83,7 +83,7 @@ def key_of(volume: VolumeId) -> str:
 
 
 def lost(volume: VolumeId) -> str:
-    """Return a sentence with the possible reasons why a known volume has no record."""
+    """Return a sentence with the possible reasons why the bucket has no record of a volume."""
     return (
         f"there is no record s3://{volume.bucket}/{key_of(volume)}: the volume is static or was"
         " deleted before; or somebody, or a lifecycle rule of the bucket, has removed the record"
