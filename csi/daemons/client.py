@@ -49,7 +49,7 @@ class SupervisorClient:
     # --- descriptors ---
 
     def held(self) -> set[tuple[int, int]]:
-        """Return (mount number, connection) of each descriptor that the supervisor holds.
+        """Return the numbers of mount and connection of each descriptor that the supervisor holds.
 
         The set is empty without a supervisor. Raises OSError if the supervisor does not answer.
         """
@@ -70,7 +70,7 @@ class SupervisorClient:
         return [root for root in roots if _name(root) not in held]
 
     def bring(self, root: KernelMount) -> None:
-        """Ask the mount's keeper to send its descriptor again soon; may raise ControlError."""
+        """Ask a mount's keeper to send the supervisor a descriptor soon; may raise ControlError."""
         control.exchange(
             registry.keeper_socket(root.mountpoint), {"do": "deposit"}, ANSWER_TIMEOUT_S
         )
@@ -82,7 +82,7 @@ class SupervisorClient:
     # --- daemons ---
 
     def serves(self, root: Path, *, if_silent: bool) -> bool:
-        """True if a daemon serves the mount at `root`; returns `if_silent` without an answer."""
+        """True if the supervisor has daemons of the mount; `if_silent` if it does not answer."""
         try:
             return supervisor_protocol.count(self._path, launcher.mount_number(root)) > 0
         except (FileNotFoundError, ConnectionRefusedError):
@@ -91,7 +91,7 @@ class SupervisorClient:
             return if_silent
 
     def end_daemons(self, root: Path) -> None:
-        """Kill the daemons of the mount at `root`."""
+        """Have the supervisor, if it answers, kill the daemons of the mount at `root`."""
         with contextlib.suppress(OSError):  # no supervisor, so no daemons
             supervisor_protocol.end(self._path, launcher.mount_number(root))
 

@@ -16,9 +16,9 @@ Held = tuple[int, int]
 
 
 class FdStore:
-    """A store that owns descriptors, and starts with those in `held`.
+    """Owns descriptors, at first those in `held`, each named by its mount and its connection.
 
-    `loop` is the event loop of the process.
+    `loop`, the event loop of the process, reports the end of a mount.
     """
 
     def __init__(self, loop: Loop, held: Mapping[Held, int]) -> None:
@@ -47,5 +47,5 @@ class FdStore:
         return True
 
     def following(self, name: Held) -> tuple[Held, int] | None:
-        """Return the first name after `name`, in order, and its descriptor; None at the end."""
+        """Return the smallest name above `name` and its descriptor; None if there is none."""
         return min((item for item in self._held.items() if item[0] > name), default=None)

@@ -52,10 +52,11 @@ def fork(
     stdout: int,
     environment: int,
 ) -> int:
-    """Fork a daemon with these sockets and files; return its pid.
+    """Fork a daemon with these descriptors; return the daemon's pid.
 
-    `environment` is a file with the variables from the daemon's keeper, as a JSON object.
-    Raises OSError if no process can be forked.
+    `channel` and `supervisor` are sockets to the keeper and to this process; `environment` is a
+    file with the keeper's variables for the daemon, as a JSON object. Raises OSError if no process
+    can be forked.
     """
     pid = os.fork()
     if pid:

@@ -132,7 +132,7 @@ def _move(old: socket.socket | None, state: Path, number: int, ready: Path | Non
 
 
 def held_before(path: Path) -> dict[tuple[int, int], int]:
-    """Return copies of the descriptors that the previous supervisor sends within `HELD_S`."""
+    """Fetch the previous supervisor's descriptors, by mount and connection, within `HELD_S`."""
     held: dict[tuple[int, int], int] = {}
     deadline = time.monotonic() + HELD_S
     while True:

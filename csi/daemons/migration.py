@@ -31,7 +31,7 @@ PATIENCE_S = 120.0
 
 
 class Migration:
-    """Moves all mounts from the supervisor connected by `old` to the supervisor `number`."""
+    """Moves the mounts of the keepers in `keepers` from supervisor `old` to supervisor `number`."""
 
     def __init__(self, old: socket.socket, keepers: Path, number: int) -> None:
         self._old = old

@@ -42,7 +42,7 @@ HANGING_S = 5.0
 
 
 class Child:
-    """A daemon, and the connection of its keeper while the keeper lives."""
+    """A daemon of this supervisor; `keeper` is the connection of its keeper, None without one."""
 
     def __init__(self, pid: int, mount: int, uid: int, channel: socket.socket) -> None:
         self.pid = pid
@@ -254,7 +254,7 @@ class Supervisor:
         return child
 
     def _give(self, message: KeeperMessage) -> Child:
-        """Pass a new keeper's socket to the mount's daemon without a keeper; return this daemon."""
+        """Pass a new keeper's socket to the mount's daemon that has none; return this daemon."""
         orphans = [child for child in self._of(message.d) if child.keeper is None]
         if not message.d or not orphans:
             raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
