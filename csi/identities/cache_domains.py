@@ -80,8 +80,8 @@ class CacheDomains:
 
         Raises:
             ResourceExhaustedError: all uids are taken.
-            UnavailableError: the directory cannot be made, or mounts of another domain run
-                as its owner.
+            UnavailableError: the directory cannot be made, or its owner is the uid of another
+                domain's mounts.
         """
         directory = self.directory / name
         with self.alone():

@@ -60,7 +60,7 @@ def customer_key_from(secrets: Mapping[str, str]) -> CustomerKey | None:
 
 
 def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Return a Secret's fields by their names in `_ALL`; InvalidArgumentError for other names."""
+    """Return a Secret's fields by standard name; InvalidArgumentError for unknown spellings."""
     found: dict[str, str] = {}
     for name, value in own(secrets).items():  # kubelet may add tokens of service accounts
         spelling = name.lower().replace("_", "").replace("-", "").removeprefix("aws")

@@ -38,7 +38,7 @@ class Drains:
         self._began: dict[str, float] = {}
 
     def check(self, record: MountRecord) -> None:
-        """Raise UploadingError if the mount may not end yet; start its `drainTimeout`.
+        """Refuse a mount's end during uploads; the first refusal starts the mount's `drainTimeout`.
 
         Raises:
             UploadingError: files wait for their upload and `drainTimeout` has not passed.

@@ -54,7 +54,7 @@ RESUME_S = 900.0
 
 
 class Mounts:
-    """The driver's mounts, with roots below one directory. Callers serialise calls for a volume."""
+    """Makes, resumes and ends the mounts below `roots`. Callers serialise calls for a volume."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Mounts:
                 self.supervisor.drop(root)
 
     def _run(self, record: MountRecord, deadline: float, *, is_mounted: bool) -> None:
-        """Start a keeper, which starts a daemon, for a new mount or for the existing mount."""
+        """Start a keeper, and so a daemon, for a new mount or (`is_mounted`) an existing mount."""
         inherited = {
             name: text
             for name, text in os.environ.items()
@@ -221,7 +221,7 @@ class Mounts:
                 self._keepers.discard(keeper)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
-        """Resume a mount that only the descriptor store holds, or send the store its descriptor.
+        """Resume a mount that only the descriptor store holds, or ask its keeper to send a copy.
 
         Raises:
             CsiError: the mount could not be resumed.
@@ -241,7 +241,7 @@ class Mounts:
             self.start(record, deadline)
 
     def not_held(self) -> list[str]:
-        """Return the sources of the mounts whose descriptors the descriptor store lacks."""
+        """Return the sources of the mounts that the descriptor store lacks; all if it is silent."""
         table = MountTable()
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
         mounted = {root: source for source, root in roots if root is not None}

@@ -88,7 +88,7 @@ class Reconciler(threading.Thread):
             self._lock.notify()
 
     def _wait_for_turn(self, volume_id: str) -> bool:
-        """Wait until a volume may be reconciled, note the start; False at once if it has begun."""
+        """Wait for a place among `AT_ONCE`, note the start; False at once if the volume has one."""
         with self._lock:
             if volume_id in self._in_progress:
                 return False

@@ -179,7 +179,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _publish_if_warm(
         self, request: Request, publish: PublishRequest, ends: float
     ) -> tuple[MountRecord, WarmOption] | None:
-        """Publish and return None, or return the mount and the warm-up that must come first."""
+        """Publish the volume and return None; or return its mount and the warm-up to wait for."""
         table = MountTable()
         pod = PodRecord.of(publish.target, request.volume_context, is_inline=publish.is_inline)
         if self._refresh_if_published(request, publish, table, ends):
@@ -192,7 +192,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _refresh_if_published(
         self, request: Request, publish: PublishRequest, table: MountTable, ends: float
     ) -> bool:
-        """Renew a volume's credentials if it is published at the path; True if its mount is alive.
+        """Renew a published volume's credentials; False if not published, or the mount is dead.
 
         A mount without a keeper is resumed here: otherwise, with rotated keys or other mount
         options, the volume would get a second mount on top of the first one.

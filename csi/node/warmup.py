@@ -41,7 +41,10 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A warm-up's record: times of its first call (`began`) and of each target's last call."""
+    """A warm-up's record: times of its first call and of each waiting target's last call.
+
+    With `is_over` no pod has to wait.
+    """
 
     began: float
     is_over: bool = False
@@ -56,7 +59,7 @@ class Warmups:
         self._lock = threading.Lock()
 
     def begin(self, record: MountRecord, warm: WarmOption) -> None:
-        """Start the warm-up of a served mount if none is on record; do not wait for its end.
+        """Start the warm-up of a mount with a daemon if none is on record; do not wait for its end.
 
         A failure is only logged, because the volume is published already.
         """
@@ -126,7 +129,7 @@ class Warmups:
         self._change(_name(record.key, warm), lambda known: replace(known, is_over=True))
 
     def is_awaited(self, key: str) -> bool:
-        """True if a target waits for the mount's warm-up, so that the mount must not end."""
+        """True if a target lately waited for the warm-up (`PATIENCE_S`): the mount must not end."""
         records = filter(None, map(self._files.read, self._names(key)))
         since = max((when for record in records for when in record.waiting.values()), default=0.0)
         return bool(since) and time.monotonic() - since < PATIENCE_S
@@ -181,7 +184,7 @@ def _describe(jobs: list[Message]) -> str:
 
 
 def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
-    """Return the daemon's warming jobs for the volume's paths; start the missing jobs."""
+    """Request a mount's warming jobs for the paths of `warm`; start those that are missing."""
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
     jobs = {job.get("id", job["path"]): job for job in answer["jobs"]}

@@ -103,7 +103,7 @@ class WarmOption:
     part: int | None = None
 
     def of_pod(self, name: str) -> WarmOption:
-        """Return the option for the pod of this name; with `shards` its number chooses the part.
+        """Return the option for the pod `name`; with `shards` the number in it chooses the part.
 
         A pod without a number in its name then fetches nothing. Kubelet sends a driver the pod's
         name, but neither its labels nor its annotations; to read these from the API server, every
