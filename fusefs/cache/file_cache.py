@@ -281,11 +281,17 @@ class FileCache:
         Programs for which the kernel reads the file (passthrough) continue to read it;
         all other users read past the cache.
         """
+        file = self._in_memory(file)
         self._drop(file)
         file.is_kept = file.is_ours = file.is_passed_over = False
         file.lose()
         self.discarded.add(file.name)
         self._on_discard(file)
+
+    def _in_memory(self, file: CacheFile) -> CacheFile:
+        """Return the object of a file that may have been unloaded and loaded again meanwhile."""
+        known = self.by_name.get(file.name, file)
+        return known if known.generation == file.generation else file
 
     @property
     def has_neighbours(self) -> bool:
@@ -375,6 +381,7 @@ class FileCache:
 
     def _summed(self, file: CacheFile, sums: list[Sum]) -> None:
         """Add checksums of bytes that had none; the catalog gets them with its next batch."""
+        file = self._in_memory(file)
         file.summed(sums)
         self._catalog_writer.arrived(file)
 

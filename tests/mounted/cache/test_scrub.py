@@ -7,7 +7,7 @@ import trio
 
 from fusefs.cache.integrity import scrub
 from fusefs.cache.integrity.scrub import Scrub
-from tests.support.local_cache import Parts, cache_in, version
+from tests.support.local_cache import Parts, cache_in, content, version
 from tests.support.machine.damage import flip
 from tests.support.semantics import states
 from tests.support.waiting import eventually
@@ -51,6 +51,20 @@ async def test_the_scrub_drops_what_differs(
         assert parts.cache.integrity.differed == 2
         assert parts.cache.find(OTHER) is None
         await parts.fetch(LARGE)
+
+
+async def test_what_is_opened_while_the_scrub_reads_it_is_dropped_too(tmp_path: Path) -> None:
+    async with cache_in(tmp_path) as parts:
+        await parts.fetch(LARGE)
+        flip(*parts.files(), 70_000)
+    async with cache_in(tmp_path, most_in_memory=0) as parts:
+        [[found]] = [page async for page in parts.cache.residency.pages(0)]
+        await parts.cache.residency.unload(lambda _file: None)
+        held = parts.cache.pin(LARGE)
+        assert await parts.cache.ensure_open(held)
+        await parts.cache.integrity.examine(found)
+        assert await parts.read(LARGE, 0, 100_000) == content(LARGE)[:100_000]
+        parts.cache.unpin(held)
 
 
 async def test_the_scrub_keeps_what_is_right_and_sums_what_had_no_sum(
