@@ -221,6 +221,8 @@ class Retention:
         """Let a retained file be evicted, until its version is used again."""
         if file.version is not None:
             await self._writer.record()
+            if not file.is_retained:
+                return  # a newer version of the key has its row by now
             key = file.version.key
             await self._writer.release(key, lambda keys: {other for other in keys if other != key})
         self.note(file, is_retained=False)

@@ -99,6 +99,22 @@ async def test_of_a_pinned_object_the_newest_version_is_retained(parts: Parts) -
     assert [file is not None and file.is_retained for file in retained] == [False, True]
 
 
+async def test_what_replaces_a_pinned_object_is_retained_when_the_old_copy_goes(
+    tmp_path: Path,
+) -> None:
+    async with cache_in(tmp_path, limit=4 * MIB) as parts:
+        await parts.cache.retention.add(["a"])
+        await fill(parts, "a")
+        await parts.cache.record()
+        new = version("a", MIB, '"2"')
+        parts.cache.obsolete(version("a", MIB))
+        await parts.fetch(new)
+        await parts.evictor.tend()
+        await empty(parts)
+        assert kept(parts, "a") == ""
+        assert parts.cache.find(new) is not None
+
+
 async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
     async with cache_in(tmp_path, limit=4 * MIB) as parts:
         await parts.cache.retention.add(["", "a"])
