@@ -301,8 +301,8 @@ def _remove(disk: Disk, catalog: Catalog, name: str, generation: str) -> None:
 
     try:
         disk.remove_orphan(name, generation, ORPHAN_AGE_S, is_known)
-    except sqlite3.Error as error:
-        logger.debug("%s stays: %s", name, error)  # the next start tries again
+    except (sqlite3.Error, UnicodeEncodeError) as error:
+        logger.debug("%r stays: %s", name, error)  # the next start tries again
 
 
 def hold_in_use(directory: Path) -> int:

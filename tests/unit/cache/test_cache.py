@@ -211,13 +211,14 @@ async def test_files_without_a_row_are_swept_when_they_are_old(
     await parts.cache.record()
     [known] = parts.files()
     old, new = (known.with_name(known.parent.name + digit * 30 + ".00000000") for digit in "ab")
-    for path in (old, new):
+    foreign = known.with_name(known.parent.name + "\udcff.00000000")  # no UTF-8
+    for path in (old, new, foreign):
         path.write_bytes(b"left by a daemon that was killed")
     long_ago = time.time() - 2 * ORPHAN_AGE_S
-    for path in (old, known):
+    for path in (old, known, foreign):
         os.utime(path, (long_ago, long_ago))
     await parts.cache.sweep()
-    assert parts.files() == sorted([known, new])
+    assert parts.files() == sorted([known, new, foreign])
 
 
 async def test_what_another_mount_evicted_is_fetched_again(tmp_path: Path) -> None:
