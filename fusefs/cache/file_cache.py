@@ -324,7 +324,7 @@ class FileCache:
             self.disable(file, why, for_now=True)
             return
         except OSError as error:
-            self.disable(file, error, for_now=error.errno in _NOT_ITS_FAULT)
+            self.disable(file, error)
             return
         self.set_open(file, found)
         if found.fault is not None:
@@ -387,6 +387,7 @@ class FileCache:
 
     def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
         """Make a file's users read past the cache; `for_now`: until the last of them has gone."""
+        for_now = for_now or error.errno in _NOT_ITS_FAULT
         file.is_passed_over = for_now and (file.is_kept or file.is_passed_over)
         file.is_kept = False
         self.warn(error.strerror or str(error))

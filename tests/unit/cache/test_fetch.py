@@ -171,7 +171,9 @@ async def test_a_reader_whose_bytes_came_before_the_error_is_served(parts: Parts
     assert await parts.read(a, 0, 100) == content(a)[:100]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE]
+)
 async def test_a_disk_that_takes_no_more_sends_readers_past_the_cache(
     parts: Parts, number: int
 ) -> None:
@@ -187,6 +189,8 @@ async def test_a_disk_that_takes_no_more_sends_readers_past_the_cache(
     assert parts.quota.reserved == 0
     parts.bucket.fault = lambda _key, _offset: None
     assert await parts.downloader.read_unkept(a, 5, MIB) == content(a)[5:]
+    # What had arrived stays, unless the file itself may be bad.
+    assert (parts.cache.find(a) is None) == (number == errno.EIO)
 
 
 async def test_a_directory_that_takes_no_file_sends_readers_past_the_cache(
