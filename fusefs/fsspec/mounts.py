@@ -65,12 +65,14 @@ class BucketMounts:
             os.close(self._fd)
         self._fd = -1
         self._lock = threading.Lock()
-        self._known: list[BucketMount] = []
+        self._known: list[BucketMount] | None = None
 
     def all(self) -> list[BucketMount]:
         """Return the bucket mounts, in the order in which they were mounted."""
         with self._lock:
             if self._has_changed():
+                self._known = None  # until the table was read, as the kernel reports a change once
+            if self._known is None:
                 self._known = _mounted()
             return self._known
 
