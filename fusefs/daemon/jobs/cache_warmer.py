@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,14 +148,14 @@ class WarmCounts(Job):
 class WarmJob(WarmCounts):
     """A warm or pin job with its progress, started at `since` (seconds since the epoch)."""
 
-    def __init__(self, spec: JobSpec, since: float) -> None:
+    def __init__(self, spec: JobSpec, since: float, unpinned: Iterable[str] = ()) -> None:
         super().__init__()
         self.spec = spec
         self.since = since
         self.scope = trio.CancelScope()
         # Paths and patterns that were unpinned since the start, and must not be pinned again; the
         # job holds `pinning` while it adds pins.
-        self.unpinned: list[str] = []
+        self.unpinned = list(map(str, unpinned))
         self.pinning = trio.Lock()
         self.is_full = False
         # Pairs of a time (monotonic seconds) and the number of bytes fetched until then.
@@ -282,8 +282,8 @@ class CacheWarmer:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if takeover is not None and not takeover.is_fresh:
-                for spec, since in await trio.to_thread.run_sync(self._read):
-                    self._begin(WarmJob(spec, min(since, steady_time())))
+                for job in await trio.to_thread.run_sync(self._read):
+                    self._begin(job)
             await trio.to_thread.run_sync(self._remove_lists)
             await self._write()
             self._has_begun.set()
@@ -342,6 +342,7 @@ class CacheWarmer:
         Jobs within `path` are cancelled; other jobs of a list or a pattern leave these files
         out. When the call returns, no job is adding such pins.
         """
+        await self._has_begun.wait()
         pinning = [job for job in self._jobs.values() if job.spec.is_pinned and not job.has_ended]
         for job in pinning:
             if job.is_within(path):
@@ -351,6 +352,7 @@ class CacheWarmer:
                 job.unpinned.append(path)
                 async with job.pinning:
                     continue
+        await self._write()  # else the next daemon could pin them again
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the jobs as dicts for JSON, the latest job last."""
@@ -370,10 +372,11 @@ class CacheWarmer:
 
     # The record and the lists
 
-    def _read(self) -> list[tuple[JobSpec, float]]:
+    def _read(self) -> list[WarmJob]:
+        now = steady_time()
         try:
             return [
-                (JobSpec.from_plain(*spec), float(since))
+                WarmJob(JobSpec.from_plain(*spec[:4]), min(float(since), now), *spec[4:])
                 for since, *spec in json.loads(self._record.read_text())
             ]
         except FileNotFoundError:
@@ -393,7 +396,10 @@ class CacheWarmer:
 
         async with self._recording:
             jobs = [
-                [job.since, *job.spec.plain()] for job in self._jobs.values() if not job.has_ended
+                # Without an empty list, which earlier versions can't read.
+                [job.since, *job.spec.plain(), *([job.unpinned] if job.unpinned else [])]
+                for job in self._jobs.values()
+                if not job.has_ended
             ]
             await trio.to_thread.run_sync(write, json.dumps(jobs))
 
