@@ -10,7 +10,7 @@ inode number, new ranges are merged with the ranges in the row, and the sum of a
 of its own that changes in the same transaction.
 
 Rows carry checksums. If these or SQLite's own checks show damage, the database is removed
-(integrity/damage.py), and the cache starts empty. If a new daemon takes over a mount and can't open
+(integrity/damage.py), and the cache starts empty. If a running mount can neither open nor replace
 the database, its catalog is in memory.
 
 There may be ten million rows, so they are never all read at once: the newest rows are read when
@@ -165,20 +165,22 @@ class Catalog:
         except (OSError, sqlite3.Error) as error:
             if not in_any_case:
                 raise
-            logger.warning(
-                "%s can't be written (%s): the next mount fetches new files again", path, error
-            )
-            self._db = sqlite3.connect(":memory:", check_same_thread=False)
-            self._db.isolation_level = None
-            self.is_in_memory = True
-            self._data_version = self._read_data_version()
-            self._prepare()
+            self._open_in_memory(error)
+
+    def _open_in_memory(self, error: Exception) -> None:
+        logger.warning(
+            "%s can't be written (%s): the next mount fetches new files again", self._path, error
+        )
+        self._db = sqlite3.connect(":memory:", check_same_thread=False)
+        self._db.isolation_level = None
+        self.is_in_memory = True
+        self._data_version = self._read_data_version()
+        self._prepare()
 
     def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
         """Replace a damaged database by a new one with `rows`; False in memory or without damage.
 
-        Raises:
-            OSError, sqlite3.Error: the new database can't be created.
+        If no new database can be created, the catalog is in memory from now on.
         """
         with self._lock:
             if self.is_in_memory or not is_damage(error):
@@ -186,7 +188,10 @@ class Catalog:
             # Close the old database first: its last writes would go into the new database's log.
             with suppress(sqlite3.Error):
                 self._db.close()
-            self._open_another(self._path, self._st_ino, error)
+            try:
+                self._open_another(self._path, self._st_ino, error)
+            except (OSError, sqlite3.Error) as why:
+                self._open_in_memory(why)
             self.record(rows)
             return True
 

@@ -303,11 +303,5 @@ class CatalogWriter:
         if not is_damage(error):
             return False
         rows = [file.row() for file in self._files.values() if file.recorded]
-
-        def begin_another() -> bool:
-            try:
-                return self._catalog.begin_another(error, rows)
-            except OSError as why:
-                raise sqlite3.OperationalError(str(why)) from why
-
+        begin_another = partial(self._catalog.begin_another, error, rows)
         return await trio.to_thread.run_sync(begin_another, limiter=self._thread)

@@ -216,7 +216,7 @@ class Disk:
     def generation_of(self, name: str, st_ino: int) -> str | None:
         """Find the generation of the file with this name and inode number, or None."""
         with (
-            contextlib.suppress(FileNotFoundError),
+            contextlib.suppress(OSError),
             os.scandir(self.folder / name[:2]) as entries,
         ):
             for entry in entries:

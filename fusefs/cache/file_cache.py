@@ -158,7 +158,7 @@ class FileCache:
             self.order.leave,
             self.put_back,
         )
-        rows = self._newest(most)
+        rows = self._newest(most, in_any_case=in_any_case)
         self.quota.committed, self.quota.files = self._catalog.total()
         return rows
 
@@ -166,12 +166,13 @@ class FileCache:
         """The number of cached files of all mounts that share the directory."""
         return self.quota.files + self._catalog_writer.new_files
 
-    def _newest(self, most: int) -> list[Row]:
+    def _newest(self, most: int, *, in_any_case: bool) -> list[Row]:
         try:
             self.retention.refresh_now()
             return self._catalog.newest(most)
         except sqlite3.Error as error:
-            if not self._catalog.begin_another(error, []):
+            has_begun = self._catalog.begin_another(error, [])
+            if not in_any_case and (self._catalog.is_in_memory or not has_begun):
                 raise
             return []
 

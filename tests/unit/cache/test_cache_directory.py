@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import trio
 
-from fusefs.cache import catalog_writer, disk, file_cache
+from fusefs.cache import catalog, catalog_writer, disk, file_cache
 from fusefs.cache.catalog import Catalog
 from fusefs.cache.disk import CacheDirectoryError, Disk, prepare_directory
 from fusefs.cache.evictor import MOST_REFUSED
+from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity import trouble
 from fusefs.cache.purge import find_obstacles
+from fusefs.cache.quota import Quota
 from tests.support.local_cache import Parts, cache_in, version
 from tests.support.semantics import states
 
@@ -162,9 +164,9 @@ async def test_a_disk_without_locks_costs_no_descriptors(
     parts.cache.unpin(file)
 
 
-def busy() -> sqlite3.Error:
+def busy(code: int = sqlite3.SQLITE_BUSY) -> sqlite3.Error:
     error = sqlite3.OperationalError("database is locked")
-    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    error.sqlite_errorcode = code
     return error
 
 
@@ -219,3 +221,40 @@ async def test_a_mount_that_begins_another_catalog_removes_no_file_that_others_u
         await damaged.cache.sweep()
         assert len(other.files()) == 2
         other.cache.unpin(held)
+
+
+def no_descriptor(_directory: Path) -> None:
+    raise refuse(errno.EMFILE)
+
+
+@pytest.mark.parametrize("error", [busy(sqlite3.SQLITE_IOERR_READ), sqlite3.DatabaseError()])
+async def test_a_takeover_goes_on_without_rows_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    def cache(*, in_any_case: bool) -> FileCache:
+        quota = Quota(tmp_path, None, lambda _size: 0)
+        return FileCache(tmp_path, "test", quota, in_any_case=in_any_case)
+
+    monkeypatch.setattr(Catalog, "newest", fail)
+    monkeypatch.setattr(catalog, "alone_in", no_descriptor)
+    with pytest.raises(CacheDirectoryError):
+        cache(in_any_case=False)
+    await cache(in_any_case=True).aclose(sync=False)
+
+
+def test_a_folder_that_cannot_be_read_has_no_file(tmp_path: Path) -> None:
+    (tmp_path / "ab").write_bytes(b"")
+    assert Disk(tmp_path).generation_of("ab" * 16, 1) is None
+
+
+async def test_a_damaged_catalog_that_cannot_be_replaced_disables_nothing(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "alone_in", no_descriptor)
+    assert await parts.cache._catalog_writer.recover_from(sqlite3.DatabaseError("damaged"))
+    await parts.fetch(A)
+    await parts.cache.record()
+    assert (parts.cache.trouble.recent, parts.quota.used) == (None, MIB)
