@@ -300,7 +300,7 @@ class Broker:
             _close(fd)  # may hang, so the answers are sent first
 
     def _register_all(self, fds: Sequence[int]) -> list[tuple[int, int]]:
-        """Register files, tell the keeper; return (backing id, 0) or (0, errno) for each."""
+        """Register files with the kernel and report them; return (id, 0) or (0, errno) for each."""
         results, registered = [], []
         for fd in fds:
             backing_id, error = 0, 0

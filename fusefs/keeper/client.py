@@ -34,7 +34,11 @@ class KeeperError(Exception):
 
 @dataclass(slots=True)
 class Welcome:
-    """The keeper's WELCOME: this daemon's task; FUSE `connection`, 0 if not mounted or unknown."""
+    """The keeper's WELCOME to a daemon, whose `task` is FRESH, TAKE_OVER or PREPARE.
+
+    With `is_privileged` the keeper mounts and registers files. `connection` is the number of the
+    mount's FUSE connection, 0 if there is no mount yet or the number is unknown.
+    """
 
     task: int
     is_privileged: bool

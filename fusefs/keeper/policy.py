@@ -253,7 +253,7 @@ class Keeper:
     # --- a daemon's end ---
 
     def _on_exit(self, daemon: DaemonProcess) -> None:
-        """React to a daemon's end: end the mount, or let an upgrade's or another daemon serve."""
+        """React to a daemon's end: end the mount, or let an upgrade's or new daemon take over."""
         if self._exit_code is not None:
             return
         end = daemon.reason or describe_end(daemon.status)
@@ -379,7 +379,7 @@ class Keeper:
     # --- the end ---
 
     def _abort(self, why: str) -> None:
-        """Give up the mount: abort its connection; as it stays mounted, no program writes below."""
+        """Abort the connection, but stay mounted: no program shall write to the directory below."""
         if self._exit_code is not None:
             return
         log(f"the mount is given up: {why}", "ERROR")

@@ -191,7 +191,7 @@ def drop(path: str, mount: int, connection: int) -> None:
 def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, int, int]]:
     """Yield (mount, connection, copy) for each descriptor that the supervisor holds.
 
-    They are ordered; the first is after `mount` and `connection`. The caller closes the copies.
+    Ordered by these numbers, beginning after the given ones. The caller closes the copies.
 
     Raises:
         OSError: no process listens on `path`.

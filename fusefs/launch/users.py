@@ -49,7 +49,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A daemon's user; `why`: the reason to use one that other programs run as, too, or ""."""
+    """The user of a daemon; `why` is the reason to share this user with other programs, or ""."""
 
     name: str
     uid: int
@@ -110,7 +110,11 @@ def _nameless(number: int, why: str = "") -> User:
 
 
 def _user_of_cache(directory: Path) -> User | None:
-    """Return a cache's nameless user: its owner, or by the path's hash; None if none is mapped."""
+    """Return a cache directory's user; None if the user namespace has no uid for it.
+
+    The owner of its content stays its user, if that is nameless or `nobody`. Otherwise the uid is
+    a hash of the path.
+    """
     owner = _owner_of_content(directory)
     if owner is not None and any(owner in numbers for numbers in _OF_CACHES):
         return _nameless(owner)

@@ -46,7 +46,7 @@ def umount(target: str, flags: int) -> None:
 
 
 def lock_memory(memory: mmap.mmap) -> None:
-    """Zero and lock a new private mapping (mlock); raises OSError if the limits forbid that."""
+    """Lock a fresh private mapping in memory (mlock); raises OSError if the limits forbid that."""
     for at in range(0, len(memory), _PAGE_SIZE):
         memory[at] = 0
     start = ctypes.c_char.from_buffer(memory)
