@@ -86,7 +86,10 @@ class AccessGuard:
             self._judge()
 
     def _put_on_record(self) -> None:
-        """Record or forget the refusal for the next daemon, which checks too: only log errors."""
+        """Record for the next daemon that S3 refuses, or remove the record.
+
+        Errors are only logged, because that daemon checks the rights, too.
+        """
         try:
             if self._since is None:
                 self._record.unlink(missing_ok=True)

@@ -250,7 +250,7 @@ class Daemon:
 
     @property
     def _identity(self) -> str:
-        """Identity of the bucket in what the cache records: `ENDPOINT/BUCKET` or `aws/BUCKET`."""
+        """Identity of the bucket in records on the disk: `ENDPOINT/BUCKET` or `aws/BUCKET`."""
         return f"{self.settings.endpoint_url or 'aws'}/{self.settings.source.bucket}"
 
     @property
@@ -491,7 +491,7 @@ class Daemon:
 
     @asynccontextmanager
     async def _kernel_session(self, nursery: trio.Nursery) -> AsyncIterator[Session]:
-        """Mount or take over; yield the session for the block; then close /dev/fuse."""
+        """Mount or take over; yield the session; then close /dev/fuse and the journal."""
         settings, takeover = self.settings, self._takeover
         assert takeover is not None
         if takeover.is_fresh:

@@ -38,7 +38,10 @@ def set_up(settings: MountSettings) -> None:
 
 
 def read_input(text: str) -> MountSettings:
-    """Return the settings in the launcher's JSON; put its files in memory, set their variables."""
+    """Return the settings in the launcher's JSON.
+
+    Its files are put in memory, as they have secrets, and environment variables name them.
+    """
     given = json.loads(text)
     for variable, content in given["files"].items():
         # A file in memory, since the content has secrets.

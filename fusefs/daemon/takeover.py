@@ -120,7 +120,12 @@ class Takeover:
             files.replace(self._directory / "cache", cache)
 
     def recall(self) -> str:
-        """Return `remember`'s name; TakeoverError without it, CacheDirectoryError if unreadable."""
+        """Return the name that `remember` recorded.
+
+        Raises:
+            TakeoverError: there is no record.
+            CacheDirectoryError: the record can't be read.
+        """
         try:
             return (self._directory / "cache").read_text()
         except FileNotFoundError as error:

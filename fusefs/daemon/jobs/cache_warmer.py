@@ -448,7 +448,7 @@ class CacheWarmer:
                     await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
-        """Write the cache's records; after a path's whole job, release files the bucket lacks."""
+        """Write the cache's records; if all of a path is pinned, release files the bucket lacks."""
         await self._cache.record()
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
@@ -615,7 +615,7 @@ class CacheWarmer:
 
 
 def _turn(settings: MountSettings) -> float:
-    """Return the share (0 to 1) of a page or file at which this node begins: a hash of its name."""
+    """Return where in a page or file this node begins (0 to 1), by host name and cache folder."""
     node = f"{socket.gethostname()}\0{settings.cache_dir}"
     digest = hashlib.blake2b(node.encode(errors="surrogateescape"), digest_size=4).digest()
     return int.from_bytes(digest, "big") / (1 << 32)

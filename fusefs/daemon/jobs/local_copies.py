@@ -59,7 +59,7 @@ class CopiesJob(Job):
 
 @dataclass
 class Unpinning(Job):
-    """A job that removes pins, in number `pins`; without any, `above` has the parents' pins."""
+    """A job that removes pins: `pins` is their number; if it is 0, `above` has pins of parents."""
 
     pins: int = 0
     above: list[str] = field(default_factory=list)
@@ -88,13 +88,13 @@ class LocalCopies:
         self._cancel_pins = cancel_pins
 
     def job(self, path: str, *, is_new: bool, drops: bool = False) -> CopiesJob:
-        """Return the job that counts or `drops` the copies at a path; start it if necessary."""
+        """Return the job that counts or `drops` copies at a path; `is_new` repeats an ended job."""
         return self._jobs.find_or_begin(
             (path, drops), CopiesJob, partial(self._look, path, drops=drops), is_new=is_new
         )
 
     def unpinning(self, path: str, *, is_new: bool) -> Unpinning:
-        """Return the job that removes pins at and below a path or pattern; start if necessary."""
+        """Return the job that removes pins of a path or pattern; `is_new` repeats an ended job."""
         return self._unpinning.find_or_begin(
             path, Unpinning, partial(self._unpin, path), is_new=is_new
         )
@@ -173,7 +173,7 @@ class LocalCopies:
             job.add("dropped_", size)
 
     async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
-        """Drop idle copies at and below `key`, not `staying`: versions that the bucket lacks."""
+        """Drop unused copies at and below `key`, not `staying`: the bucket lacks their versions."""
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained

@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A batch of selected `objects`; `roots`: the keys of the selected paths that begin in it."""
+    """A batch of selected `objects`; `roots`: keys of selected paths whose objects begin here."""
 
     objects: list[ObjectInfo]
     roots: list[str]
