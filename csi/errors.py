@@ -79,7 +79,7 @@ class ResourceExhaustedError(CsiError):
 
 
 class MountError(CsiError):
-    """A mount could not be made; the message and the code are from its daemon."""
+    """A mount could not be made; message and code are from the launcher or the mount's daemon."""
 
     def __init__(self, sentence: str, reason: ErrorCode) -> None:
         super().__init__(sentence)

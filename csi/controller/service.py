@@ -142,7 +142,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 )
 
     def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: VolumeRecord) -> None:
-        """Remove a new record and raise AbortedError if another cluster just took its prefix."""
+        """Remove a new record and raise AbortedError if another cluster just took the prefix."""
         try:
             self._refuse_shared(bucket, record)
         except FailedPreconditionError as error:
@@ -150,7 +150,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             raise AbortedError(str(error)) from error
 
     def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[VolumeRecord, VolumeId]:
-        """Check a request and return its volume's record and id; raise a CsiError if refused."""
+        """Check a request; return record and id of the volume to create; CsiError if refused."""
         if not request.name:
             raise InvalidArgumentError("name: missing")
         check_capabilities(request.volume_capabilities)

@@ -47,7 +47,7 @@ class VolumeRecord:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """Serialise the record for its object."""
+        """Return the JSON text that the record's object contains."""
         return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True).encode()
 
     @classmethod

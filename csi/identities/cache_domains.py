@@ -43,7 +43,7 @@ class CacheDomain:
 
 @dataclass(frozen=True, slots=True)
 class DomainOnDisk(CacheDomain):
-    """A domain with the time of its last use, its directory's mtime (ns since the epoch)."""
+    """A domain with the time of its last use: the mtime of its directory (ns since the epoch)."""
 
     used_ns: int
 

@@ -58,7 +58,7 @@ class CacheSecrets:
 
 @dataclass(frozen=True, slots=True)
 class ClusterCacheConfig:
-    """One domain's cluster cache; `texts` are a mount's settings for it, by their names."""
+    """The cluster cache of one cache domain; `texts` has a mount's settings for it, by name."""
 
     domain: str
     texts: Mapping[str, str]

@@ -112,7 +112,7 @@ def _choose(
     *,
     is_inline: bool,
 ) -> Identity:
-    """Return the identity without its SSE-C key; raises as `choose`."""
+    """Return a volume's identity like `choose`, with the same errors, but without the SSE-C key."""
     keys = keys_from(secrets)
     named = [
         keys is not None,

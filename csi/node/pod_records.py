@@ -67,7 +67,7 @@ class InlineBounds:
 
 
 class PodRecords:
-    """The records below `directory`, by target paths. Thread-safe."""
+    """The records of pods in `directory`, one for each target path. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._files = RecordFiles(directory, PodRecord)

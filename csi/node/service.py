@@ -92,7 +92,7 @@ CAPABILITIES = (
 
 
 def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:
-    """Make the service from its flags; raise CsiError or OSError for an unusable directory."""
+    """Make the Node service from its flags; CsiError or OSError for an unusable directory."""
     configuration = configuration_of(arguments)
     configuration.prepare()
     be_the_only_driver(configuration.state_directory)

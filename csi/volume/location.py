@@ -87,7 +87,7 @@ def own(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_location(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Return the attributes that are options for a volume's mounts, without its location."""
+    """Return the attributes without the location: they are options for the volume's mounts."""
     return {name: value for name, value in attributes.items() if name not in LOCATION_KEYS}
 
 

@@ -224,7 +224,7 @@ def _s3_failure(s3: Status) -> str | None:
 
 
 def is_healthy(status: Status) -> bool:
-    """True if a mount answers, S3 answers it and does not refuse it, and no upload has failed.
+    """True if the mount answers, S3 answers and does not refuse it, and no upload has failed.
 
     A mount of another user counts as healthy, because its state is not known.
     """

@@ -26,7 +26,7 @@ AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A mount's status socket, with the value of its label `volume`.
+    """A mount whose metrics are requested: its status socket, and its value of the label `volume`.
 
     `pods` are the namespaces and names of the pods that use the mount.
     """

@@ -59,7 +59,7 @@ class FusefsFileSystem(AbstractFileSystem):
     local_file = True  # `fsspec.open_local` gives paths
 
     def local_path(self, path: str, *, for_writing: bool = False) -> str:
-        """Return a path's local file name; raises FileNotFoundError if its key can't be one."""
+        """Return a path's local file; FileNotFoundError if no file name can express its key."""
         path = self._strip_protocol(path)
         place = PLACES.find(path, for_writing=for_writing, endpoint=self._endpoint)
         key = path[len(place.location) :]
