@@ -120,11 +120,11 @@ def _page(root: ElementTree.Element, entries: list[str], prefix: str) -> ListPag
     prefixes = [one for one in prefixes if one]
     last = max(objects[-1].key if objects else "", prefixes[-1] if prefixes else "")
     token = None
-    if text_of(root, "IsTruncated") == "true" and last:
+    if text_of(root, "IsTruncated") == "true":
+        if count and not last:
+            raise ValueError("its entries have no keys")
         # Without a token the listing still continues after its last key.
-        token = text_of(root, "NextContinuationToken") or last
-    elif count and text_of(root, "IsTruncated") == "true":
-        raise ValueError("its entries have no keys")
+        token = text_of(root, "NextContinuationToken") or last or None
     objects = [info for info in objects if info.key.startswith(prefix)]
     prefixes = [one for one in prefixes if one.startswith(prefix) and one != prefix]
     return ListPage(objects, prefixes, token, last, count - len(objects) - len(prefixes))

@@ -16,7 +16,13 @@ from functools import partial
 import trio
 
 from fusefs.store.engine.engine import Engine, open_engine
-from fusefs.store.errors import AccessDeniedError, AttemptError, CredentialsError, StoreError
+from fusefs.store.errors import (
+    AccessDeniedError,
+    AttemptError,
+    CredentialsError,
+    StoreError,
+    UnsupportedError,
+)
 from fusefs.store.http import redirects
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from fusefs.store.s3 import copy as copying
@@ -160,11 +166,20 @@ class S3Store:
         max_keys: int,
         retry_time_s: float | None = None,
     ) -> ListPage:
-        """Return one page of a listing in the store's order, from one LIST request."""
-        call = list_call(prefix, delimiter, start_after, max_keys, token)
-        return await self.requester.send(
-            call, lambda answer: parse(answer.body, prefix), retry_time_s=retry_time_s
-        )
+        """Return the next page of a listing in the store's order, empty only at the end.
+
+        Stores that skip many deleted objects send pages without entries, which are not the end.
+        """
+        while True:
+            call = list_call(prefix, delimiter, start_after, max_keys, token)
+            page = await self.requester.send(
+                call, lambda answer: parse(answer.body, prefix), retry_time_s=retry_time_s
+            )
+            if page.last or page.next_token is None:
+                return page
+            if page.next_token == token:
+                raise UnsupportedError("this server's listings come to no end")
+            token = page.next_token
 
     async def head(self, key: str) -> ObjectInfo:
         return (await heading.head(self.requester, key))[0]

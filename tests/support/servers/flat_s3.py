@@ -4,7 +4,8 @@ To SeaweedFS a key is a path, so that `a`, `a/` and `a/b` are not three objects.
 what a mount of small files sends: GET, HEAD, PUT, COPY, DELETE, DeleteObjects and
 ListObjectsV2, with If-Match and If-None-Match, and compares no signature. With
 `is_ordered` False it lists in an order of its own, which is no order of the keys, and
-knows no `start-after`, as directory buckets do.
+knows no `start-after`, as directory buckets do. With `has_gaps` each listing begins with
+a page without entries, as in buckets where many objects were deleted.
 """
 
 import hashlib
@@ -45,6 +46,7 @@ class FlatS3(InProcessServer):
         super().__init__()
         self.objects: dict[str, Stored] = {}
         self.lists = 0
+        self.has_gaps = False
         self._is_ordered, self._page = is_ordered, page
         self._lock = threading.Lock()
 
@@ -123,6 +125,11 @@ class FlatS3(InProcessServer):
         self.lists += 1
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         token = query.get("continuation-token", "")
+        if self.has_gaps and not token:
+            behind = quote(query.get("start-after", "!"))
+            told = f"<NextContinuationToken>{behind}</NextContinuationToken>"
+            told = f"<IsTruncated>true</IsTruncated>{told}"
+            return 200, {}, f"<ListBucketResult {_XMLNS}>{told}</ListBucketResult>".encode()
         most = min(self._page, int(query.get("max-keys", PAGE)))
         if self._is_ordered:
             after = token or query.get("start-after", "")

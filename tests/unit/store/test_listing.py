@@ -13,7 +13,10 @@ from fusefs.store.errors import AttemptError, UnsupportedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.store.s3 import documents
 from fusefs.store.s3.list import parse
+from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
+from fusefs.store.s3.store import open_store
+from tests.support.servers.flat_s3 import FlatS3
 
 AWS = ("Key", "LastModified", "ETag", "Size", "StorageClass")
 SEAWEEDFS = ("Key", "ETag", "Size", "StorageClass", "LastModified")
@@ -266,6 +269,22 @@ async def test_pages_are_of_the_prefix_alone() -> None:
     assert (second.next_token, second.listed_at) == (None, first.listed_at)
     assert (await listings.page("d/", "/", "d/b", 9)).prefixes == ["d/é/"]
     assert (listings.count, listings.has("d/x", "/"), listings.has("d/", "")) == (1, True, False)
+
+
+async def test_a_page_without_entries_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FlatS3() as server:
+        server.has_gaps = True
+        server.put("d/a")
+        settings = S3Settings("bucket", endpoint_url=server.endpoint_url, anonymous=True)
+        async with open_store(settings) as store:
+            for most in (1, 1000):
+                listed = await store.list_page("d/", max_keys=most)
+                assert [info.key for info in listed.objects] == ["d/a"]
+            assert (await store.list_page("d/", start_after="d/a")).objects == []
+            first = server.list_page({})
+            monkeypatch.setattr(server, "list_page", lambda _query: first)
+            with pytest.raises(UnsupportedError, match="no end"):
+                await store.list_page("d/")
 
 
 @pytest.mark.parametrize("encoding", ["Shift_JIS", "none"])
