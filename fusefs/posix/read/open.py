@@ -78,10 +78,10 @@ class Opener(MountPart):
         return waiting(self._open_later(inode, flags, caller, is_valid))
 
     def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:
-        """True if a whole cache file need not be opened now, because the first READ opens it.
+        """True if a whole cache file may stay closed in the daemon until the node's first READ.
 
-        If the kernel has the file's pages, no READ may come at all. The file is opened now for
-        passthrough, and if another mount could evict it: open files are not evicted.
+        If the kernel has the file's pages, no READ may come at all. False if the node may be
+        opened for passthrough, or if another mount could evict the file while it is not open.
         """
         if self._backing.is_on or inode.passthrough or self._cache.has_neighbours:
             return False
@@ -97,7 +97,7 @@ class Opener(MountPart):
         return inode.valid_until > time.monotonic() or self._is_listed(inode)
 
     def _is_listed(self, inode: Inode) -> bool:
-        """True if a valid listing, perhaps requested for a sibling, has the node's version."""
+        """True if a valid listing has the node's version, which makes the node valid as long."""
         if inode.parent is None or inode.info is None:
             return False
         directory = self._directories.get(self._inodes.key(inode.parent))
@@ -149,7 +149,7 @@ class Opener(MountPart):
             self._cache.unpin(file)
 
     async def _ask_again(self, inode: Inode) -> None:
-        """Check an inode's version by a HEAD; separate an outdated inode from its name."""
+        """Send a HEAD; mark a node as replaced if the bucket no longer has its version."""
         asked = inode.object.version
         info = await find(self._store, asked.key)
         if inode.object.version != asked:
@@ -158,7 +158,7 @@ class Opener(MountPart):
             self._state.mark_stale(inode, info)
 
     async def _look_again(self, inode: Inode) -> None:
-        """Check an inode's version by a LIST; separate an outdated inode from its name.
+        """Send a LIST; mark a node as replaced if the bucket no longer has its version.
 
         The LIST page also has the versions of the file's neighbours.
         """
@@ -175,7 +175,7 @@ class Opener(MountPart):
             self._inodes.mark_replaced(inode)
 
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Redirect a program to its name's new node; open the old node if it was redirected before.
+        """Redirect a program to its name's new node; a program redirected before gets the old node.
 
         Raises:
             OSError: ESTALE, upon which the kernel looks the name up again.
@@ -184,7 +184,7 @@ class Opener(MountPart):
         return await self._open_anyway(inode, flags, caller)
 
     def redirect(self, inode: Inode, caller: Caller) -> None:
-        """Redirect a program to its name's new node, unless it seems to have opened without a name.
+        """Redirect a program to its name's new node; return if the program was redirected before.
 
         Raises:
             OSError: ESTALE, upon which the kernel looks the name up again.
@@ -225,8 +225,8 @@ class Opener(MountPart):
     async def _prepare(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> bool:
         """Fetch a version's first bytes into its file, or all bytes if the file is small.
 
-        Returns True if the file is whole. If the bucket has another version by now, the inode is
-        separated from its name.
+        Returns True if the file is whole. If the bucket has another version by now, the node is
+        marked as replaced.
         """
         if not info.size:
             return False
@@ -254,7 +254,7 @@ class Opener(MountPart):
     async def _opened_either_way(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool
     ) -> OpenResult:
-        """Open a node in its handles' mode; if none is open, for passthrough if possible."""
+        """Open a node in the mode of its open handles; without any, for passthrough if possible."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
             handles = self._handles.files.values()
@@ -291,7 +291,7 @@ class Opener(MountPart):
         *,
         is_closed: bool,
     ) -> None:
-        """Note a passthrough open that compiled code has logged; add its handle unless closed."""
+        """Note a passthrough open that fuse/fast_path.py answered; add its handle unless closed."""
         self._backing.find(file)  # marks the backing file as used
         is_first = file.last_use is None
         self._note_passthrough(file)
@@ -325,7 +325,7 @@ class Opener(MountPart):
         return OpenResult(handle.fh, keep_cache=keep_cache)
 
     def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
-        """Tell readahead of the first open of a file that was in the cache already.
+        """If `is_first`, call `_note_opening`: the cache had the file before a program opened it.
 
         The file is pinned by now, so that the files fetched next can't evict it.
         """
@@ -333,7 +333,7 @@ class Opener(MountPart):
             self._note_opening(inode, inode.info, file)
 
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
-        """Tell readahead that a file is being opened."""
+        """Note a file's open, so that its neighbours are fetched; ignore opens of a plan."""
         assert inode.parent is not None
         if self._cache.order.is_planned(file):
             return
@@ -375,7 +375,7 @@ class Redirects:
             self._pending.popitem(last=False)
 
     def recall(self, inode: Inode, program: int) -> None:
-        """Restore the entry of an ESTALE that this mount's earlier process gave as an answer."""
+        """Restore the entry of an open that this mount's earlier process answered by ESTALE."""
         self._pending[_opener(inode, program)] = inode.nodeid
 
     def write_all(self, log: Journal) -> None:
@@ -384,7 +384,7 @@ class Redirects:
             log.stale(nodeid, program, is_pending=True)
 
     def looked_up(self, parent_id: int, name: str, program: int) -> bool:
-        """Note a process's lookup of a name; return True if an ESTALE was the reason for it."""
+        """Note a process's lookup of a name; return True if the process had got ESTALE for it."""
         nodeid = self._pending.pop((parent_id, name, program), None) if self._pending else None
         if nodeid is not None:
             self._log.stale(nodeid, program, is_pending=False)

@@ -69,7 +69,7 @@ class Reader(MountPart):
         return waiting(self._read_later(handle, offset, stop, in_file=in_file))
 
     async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
-        """Read the bytes of a READ answered with an `InFile`; see `Operations.read_again`."""
+        """Read the bytes of an `InFile` that the page cache lacks; see `Operations.read_again`."""
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is not None:
             answer = self.read(fh, offset, size)
@@ -125,9 +125,9 @@ class Reader(MountPart):
     def _answer_now(
         self, handle: FileHandle, offset: int, size: int, *, in_file: bool
     ) -> memoryview | InFile | None:
-        """Return bytes that are in a handle's cache file; None if the page cache lacks some.
+        """Return bytes of a handle's cache file; None if the page cache lacks some of them.
 
-        With `in_file`, return an `InFile` for a large range: then the session reads the bytes.
+        With `in_file`, return an `InFile` for a large range, which the FUSE session reads.
         """
         if in_file and handle.file.fd >= 0 and LONGEST_COPIED < size <= MAX_READ:
             return InFile(handle.fh, handle.file, offset, size, self._nowait)
@@ -224,7 +224,7 @@ class Reader(MountPart):
             self._counters.cache_bytes += size
 
     async def _read_unkept(self, handle: FileHandle, offset: int, stop: int) -> memoryview:
-        """Read past the cache: download bytes ahead as well, and keep them in memory for later."""
+        """Read past the cache; bytes downloaded ahead stay in memory for later reads."""
         self._counters.miss(stop - offset)
         self._counters.unkept_bytes += stop - offset
         self._counters.answered(stop - offset, stop - offset)

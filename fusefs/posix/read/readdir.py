@@ -53,7 +53,7 @@ class DirectoryStreams(MountPart):
         return self._handles.open_directory(inode, directory.generation, caller.unique), is_cached
 
     def read(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
-        """Add the entries behind `offset` for which the buffer has room; none at the end."""
+        """Add the next entries behind `offset` to a buffer; add none at the directory's end."""
         handle = self._handles.directory(fh)
         if not self._seek(handle, offset):
             return waiting(self._seek_and_read(handle, offset, buffer))
@@ -83,7 +83,7 @@ class DirectoryStreams(MountPart):
             await answer
 
     async def _find(self, handle: DirectoryHandle, offset: int) -> str:
-        """Find the position of the entry with an offset; EINVAL for an unknown offset.
+        """Return the `names.position` of the entry with an offset; EINVAL for an unknown offset.
 
         If the entry was removed, return the mark's position: some names may then come twice.
         """
@@ -146,7 +146,7 @@ class DirectoryStreams(MountPart):
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
 
     async def _show_next(self, handle: DirectoryHandle, segment: Segment) -> list[Inode]:
-        """Request the attributes of the next entries; return their inodes, for the caller to drop.
+        """Send HEADs for the next entries; return their nodes, for `InodeTable.drop_unknown`.
 
         Raises:
             StoreError: a HEAD failed.

@@ -73,7 +73,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
 
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over attributes that an earlier process left; False if some are outside the prefix."""
+    """Take over the attributes in a directory's log; False if some are outside the prefix."""
     changes = deferred_attributes.load(directory, process_default())
     ours = [change for change in changes if change.key.startswith(writer.inodes.prefix)]
     writer.deferred.adopt(ours, is_on_record=is_on_record)
@@ -87,7 +87,7 @@ def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) ->
 
 
 def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over the removals that an earlier process left; return True: none remains there."""
+    """Take over all removals in a directory's log; return True."""
     for key, etag, removed_ns in removals.load(directory):
         writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
         writer.deferred.drop(key)
@@ -99,12 +99,14 @@ def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> b
 
 
 def _adopt_aborts(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over the uploads that an earlier process had to abort or had begun; return True."""
+    """Take over all multipart uploads in a directory's log, to abort them; return True."""
     for key, upload_id in aborts.load(directory):
         writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
     return True
 
 
+# By a log's name: the function that takes over its entries. With `is_on_record` the log is this
+# mount's own. The result is False if the log is still needed.
 _LOGS = {
     deferred_attributes.NAME: _adopt_attributes,
     aborts.NAME: _adopt_aborts,
@@ -159,7 +161,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
 
 
 def drop_unneeded(writer: Writer) -> None:
-    """Release unlinked files without handles; treat abandoned and former cache files as closed."""
+    """Release unlinked files without handles; call `released` for ABANDONED and shared files."""
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()
@@ -169,7 +171,7 @@ def drop_unneeded(writer: Writer) -> None:
 
 
 def _is_ours(directory: Path, source: str) -> bool:
-    """True if a staging directory belongs to this bucket; files of other buckets are logged."""
+    """True if a staging directory is of the bucket `source`; else log the files that stay in it."""
     named = directory / SOURCE
     found = named.read_text(errors="replace") if named.exists() else ""
     if found == source:
@@ -203,8 +205,8 @@ def _remove(directory: Path) -> None:
 def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     """Stage a file that another process left, if it has to be uploaded; True if it is staged.
 
-    A file that was not closed stays where it is if a program may have it open; so does a file
-    whose key is outside this mount.
+    A file that was not closed stays where it is if a program may have it open (`may_be_open`); so
+    does a closed file whose key is outside this mount.
     """
     loaded = load(path)
     if loaded is None:
@@ -290,7 +292,10 @@ def _younger(writer: Writer, key: str) -> StagedFile | None:
 def _give_way(
     writer: Writer, path: Path, fd: int, record: Mapping[str, Any], younger: StagedFile
 ) -> None:
-    """Give up a file whose key has a newer file; rename its content, unless the bucket has it."""
+    """Remove a file whose key has the newer file `younger`.
+
+    A content that neither `younger` nor the bucket has is kept under another name and logged.
+    """
     status = os.fstat(fd)
     # A killed process may have staged this very file, or the bucket has the content already.
     is_there = os.path.samestat(status, os.fstat(younger.fd)) or is_uploaded(record, status)
