@@ -200,7 +200,7 @@ class CreateRemove(MountPart):
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Put an object, or EEXIST if the key exists: by a conditional PUT, or a look before."""
+        """Call `put` for a new object; EEXIST if its name exists (by condition, else by a look)."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -351,7 +351,7 @@ class CreateRemove(MountPart):
     # Removing
 
     def unlink_now(self, parent: Inode, name: str, caller: Caller) -> bool:
-        """Remove a file if it is enough to record the removal; False if `unlink` is needed."""
+        """Remove a file whose DELETE may be sent later; return False if `unlink` is needed."""
         prefix = self._inodes.key(parent)
         key = prefix + name
         if not self._writer.removals.may_defer(key) or not self.prefix_lock.is_open((parent, name)):
@@ -482,7 +482,7 @@ class CreateRemove(MountPart):
             raise OSError(errno.EPERM, f"{name}: the mount removes nothing (--no-delete)")
 
     async def _held(self, stack: AsyncExitStack, inode: Inode | None) -> StagedFile | None:
-        """Lock a node's staged file, in `stack`, against writes and uploads; return it, or None."""
+        """Lock and return a node's staged file, if any: no write or upload until `stack` ends."""
         while inode is not None and inode.staged is not None:
             staged = inode.staged
             held = self._writer.uploads.held(staged)
@@ -502,7 +502,7 @@ class CreateRemove(MountPart):
 
 
 def _said(inode: Inode) -> Meta | None:
-    """The attributes of a file, including its modification time; None if they are unknown."""
+    """The attributes of a file, always with a modification time; None if they are unknown."""
     if inode.staged is not None:
         return inode.staged.described()
     meta = inode.meta

@@ -95,7 +95,7 @@ class Mutations(MountPart):
         return self._shown(nodeid)
 
     async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
-        """Change a node's attributes or size; return what `Operations.getattr` returns."""
+        """Change a node's attributes or size; return the inode, and their validity in seconds."""
         if new.size is None:
             await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)
@@ -170,7 +170,7 @@ class Mutations(MountPart):
         await self._change(act, *_names_of(requested))
 
     async def _keep(self, inode: Inode, meta: Meta) -> None:
-        """Change an inode's attributes; those of a file are sent to the bucket later."""
+        """Set an inode's attributes; the bucket gets those of a file later, of a directory now."""
         _check_size(meta)
         if _is_left_behind(inode):
             inode.meta = meta  # for programs that have the file open
@@ -194,7 +194,10 @@ class Mutations(MountPart):
         *,
         is_reserved: bool = False,
     ) -> Answer[tuple[Inode, OpenResult]]:
-        """Create a file and open it; `is_reserved` as for `Writer.create`."""
+        """Create and open a file; with O_EXCL, EEXIST if the file exists.
+
+        With `is_reserved` the bucket decides that now; else it may, when the content is uploaded.
+        """
         if known := self._state.handles.opened_by(caller.unique):
             handle = self._state.handles.files[known]
             return handle.inode, OpenResult(known, keep_cache=False, may_write=True)

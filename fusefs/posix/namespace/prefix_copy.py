@@ -82,7 +82,7 @@ class PrefixCopy:
         return folders - self.sources.keys()
 
     async def recall(self) -> list[ObjectInfo]:
-        """Find the copies of an earlier run; return the objects listed below the old prefix."""
+        """Find an earlier run's copies, for `copy_all`; return the objects below the old prefix."""
         listed, _, pairs = await self._list_both()
         for source, copy in pairs:
             if copy.etag == source.etag:
@@ -172,7 +172,7 @@ class PrefixCopy:
         self.sources[key], self.made[key] = source, made
 
     async def _make_marker(self, source: str, key: str) -> ObjectInfo:
-        """Put a copy of a directory's marker, as not every server can copy it."""
+        """Put a copy of the marker `source` under `key`, as not every server can copy markers."""
         marker = await self._store.head(source)
         write = Write(sendable(marker.metadata or {}), marker.content_type, Expect(None))
         return await self._store.put_file(key, self._empty, 0, write)

@@ -29,7 +29,10 @@ CACHED_AT_ONCE = 64
 
 
 class Relocator(MountPart):
-    """Renames a mount's nodes, cached copies and staged files. For the event loop."""
+    """Renames a mount's nodes, cached copies and staged files. For the event loop.
+
+    `uncached` are the copies that `move_cached` returned: they have no cached file.
+    """
 
     def __init__(self, state: MountState, staging: Staging) -> None:
         super().__init__(state)
@@ -146,7 +149,7 @@ class Relocator(MountPart):
         self._directories.changed(*split_entry(new), None)
 
     def ended(self, old: str, new: str, *, is_ours: bool) -> None:
-        """Update the listings at a rename's end; expire them unless this process began it."""
+        """Update the listings when a rename has ended; expire them unless the rename `is_ours`."""
         self._directories.pending_changes.landed(*split_entry(old))
         if is_ours:
             return
@@ -156,7 +159,7 @@ class Relocator(MountPart):
             self._directories.correct(self._directories.get(above), name, None)
 
     def _follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
-        """Give open nodes that have lost their names the copies' versions and keys.
+        """Give open nodes that have lost their names the keys and versions of their copies.
 
         A node that is open for passthrough is separated from its name if its cached file could
         not be renamed: the kernel must not get another file for the same node.

@@ -43,8 +43,8 @@ RENAME_NOREPLACE = 1
 class Made(NamedTuple):
     """A renamed file's object under the new key, and the source of its content.
 
-    `sent` is the file's `meta_changes` when it was sent by a PUT, None for a copy; `described`
-    is the file's `meta_changes` that a copy has, None if they were not sent with it.
+    `sent` is the count `StagedFile.meta_changes` when a PUT sent the file, None for a copy;
+    `described` is that count for the attributes sent with a copy, None if none were sent.
     """
 
     source: ObjectInfo
@@ -148,7 +148,7 @@ class NameChanges(CreateRemove):
             await self._make_safe(staged, old + staged.key[len(new) :])
 
     async def _end_requests_below(self, old: str, new: str) -> None:
-        """End or wait for all requests that change something below two closed prefixes."""
+        """Send the deferred changes below two closed prefixes, and wait for those under way."""
         copies = self._copies(old, new)
         for staged in [file for file in self._writer.staging if file.key.startswith(old)]:
             copies.check_length([staged.key] if not staged.is_unlinked else [])
@@ -283,7 +283,10 @@ class NameChanges(CreateRemove):
         new: Name,
         condition: Condition,
     ) -> Made | None:
-        """Copy or put a file under its new key; None if the rename needs no object there yet."""
+        """Copy or put a file under its new key; None if the rename needs no object there yet.
+
+        `described` has attributes of the file that wait to be sent.
+        """
         if isinstance(entry, Absent):
             # Probably an earlier process died during this rename, after the delete.
             assert inode is not None
@@ -305,7 +308,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Set the ETag that a renamed file's upload is to replace, or note what is uploaded."""
+        """Note what the bucket has under a renamed file's key: the object made, or the replaced."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False
@@ -323,7 +326,7 @@ class NameChanges(CreateRemove):
     async def _make_staged(
         self, staged: StagedFile, new: Name, condition: Condition
     ) -> Made | None:
-        """Do what `_make` does, for a staged file."""
+        """Copy or put a staged file under its new key; None: the rename needs no object there."""
         source, is_strict = staged.inode.object, condition == IF_ABSENT
         is_there = staged.etag == source.etag
         # The object of a reserved name is empty (exclusive.py), and a copy of it would be, too.
@@ -346,7 +349,7 @@ class NameChanges(CreateRemove):
         return None
 
     def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
-        """Record that `staged` has the name of `rival`; on record, one of the two always has it."""
+        """Record first that `staged` has taken the name of `rival`, then that `rival` has none."""
         if staged is not None:
             self._writer.staging.try_record(staged)
         if rival is not None:
@@ -369,8 +372,8 @@ class NameChanges(CreateRemove):
 
         The copy gets the attributes `meta`, or (None) the object's. If the object is another
         version than `source` by now, the present version is copied unchanged. If the object is
-        gone, the copy of an earlier attempt is returned; NotFoundError if there is none, and with
-        IF_ABSENT.
+        gone, the copy of an earlier attempt is returned; NotFoundError if there is none, or if
+        `condition` is IF_ABSENT.
         """
         key = self._key(new)
         try:
@@ -467,7 +470,7 @@ class NameChanges(CreateRemove):
     async def _switch(
         self, copies: PrefixCopy, switching: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Rename everything below a prefix in this mount's state, once all objects are copied."""
+        """Once all objects are copied, rename them in this mount's state, inside `switching()`."""
         await self._expect(copies)
         # If deletes are not allowed at all, this fails before the switch.
         await copies.delete_marker()
@@ -486,7 +489,10 @@ class NameChanges(CreateRemove):
             self._unanswered.renamed_below(copies.old)
 
     async def _expect(self, copies: PrefixCopy) -> None:
-        """Confirm the copies; StoreError if a late request may have undone an object to rename."""
+        """Confirm the copies at uncertain keys.
+
+        StoreError if a late request may have undone an object to rename.
+        """
         for expected in self._unanswered.expected_below(copies.old):
             source = copies.sources.get(expected.key)
             if source is None or source.etag != expected.etag:

@@ -201,7 +201,7 @@ class RenameJobs:
         self._switches = []
 
     def _is_served(self, mount: str) -> bool:
-        """True if the other mount of this name has, or may have, a process (it locks `mount`)."""
+        """True if another mount's process has locked its staging directory `mount`, or may have."""
         try:
             directory = self._staging.directory.parent / mount
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -237,7 +237,7 @@ class RenameJobs:
         return [job.pending() for job in found]
 
     async def begin(self, closure: Closure, *, has_replaced: bool) -> RenameJob:
-        """Record a rename, safe against a power cut; `closure` stays closed until its end."""
+        """Record a rename, safe against a power cut; `closure` stays closed until the end."""
         path = self._directory / f"{time.time_ns()}.json"
         old, new = closure.targets()
         job = RenameJob(path, closure, old, new, has_replaced, is_ours=True, is_safe=False)
