@@ -288,7 +288,7 @@ class Operations:
     # Directories
 
     def may_cache(self, directory: Inode) -> bool:
-        """True if the kernel may cache the directory's listing, and rewinddir show it again."""
+        """True if the kernel may cache a directory's listing, and show that after rewinddir."""
         return self._directories.get(self.inodes.key(directory)).most_s >= CACHED_DIRECTORY_TTL_S
 
     def opendir(self, nodeid: int, caller: Caller) -> tuple[DirectoryHandle, bool]:
@@ -297,7 +297,7 @@ class Operations:
         return self._streams.open(self.inodes.directory(nodeid), caller)
 
     def readdir(self, fh: int, offset: int, buffer: DirectoryBuffer) -> Answer[None]:
-        """Add to the buffer as many entries behind `offset` as it holds; none at the end."""
+        """Add the entries behind `offset` to the buffer, as many as fit; none at the end."""
         self._refuse_if_shut()
         return self._streams.read(fh, offset, buffer)
 
@@ -372,6 +372,6 @@ class Operations:
 
 
 def _missing(directory: Directory, expires: float) -> LookupResult:
-    """The answer for a missing name; the kernel may cache it only if nothing makes it expire."""
+    """The answer for a missing name; the kernel may cache the answer only if it never expires."""
     is_lasting = math.isinf(directory.most_s) and math.isinf(expires)
     return LookupResult(None, math.inf if is_lasting else 0.0)

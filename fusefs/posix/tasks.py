@@ -41,7 +41,7 @@ async def for_each(
 
 
 def judged(error: Exception) -> StoreError | OSError:
-    """Return the error to report for a failed change; log a fault of fusefs, and report EIO."""
+    """Return a change's error, to be reported; log any other exception, and return EIO for it."""
     if isinstance(error, StoreError | OSError):
         return error
     logger.error("a fault of fusefs", exc_info=error)

@@ -65,7 +65,7 @@ class LookupResult:
 
 @dataclass(slots=True)
 class OpenResult:
-    """An open handle. `backing_id` is not 0 for passthrough.
+    """The answer to an open: the handle `fh`; with a `backing_id` of 0 the daemon serves it.
 
     `is_direct`: the kernel need not cache the bytes written through the handle.
     """
