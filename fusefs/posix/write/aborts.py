@@ -89,7 +89,7 @@ class PendingAborts(UploadLog):
     def adopt_of_file(
         self, key: str, upload: Mapping[str, Any] | None, begun_ns: int | None
     ) -> None:
-        """Start to abort an earlier process's uploads of a file that is no longer to be sent."""
+        """Start to abort the uploads in an earlier process's record of a file that is not sent."""
         if upload is not None:
             state = UploadState.from_plain(upload)
             self.add(state.key, state.upload_id, delay_s=0.0)
@@ -119,7 +119,10 @@ class PendingAborts(UploadLog):
         self.ended(upload_id)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        """Abort `upload`, and uploads of `key` begun since `begun_ns`; skip a None; log errors."""
+        """Abort `upload`, and uploads of `key` begun since `begun_ns`, unless these are None.
+
+        Errors are logged; an abort of `upload` that may succeed later is tried again.
+        """
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)
@@ -147,7 +150,7 @@ class PendingAborts(UploadLog):
 
 
 def want_of(permission: str, error: StoreError) -> str:
-    """Return text for a message that names the missing permission, "" for other errors."""
+    """Return text that names `permission` as missing if S3 denied access; else return ""."""
     return f", for want of {permission}" if isinstance(error, AccessDeniedError) else ""
 
 

@@ -63,7 +63,7 @@ class Backlog:
         return OPEN if staged.inode.is_open else "waiting"
 
     def hurry(self, key: str) -> None:
-        """Start to send all changes at or below a key now, also those of open files."""
+        """Start to send changes at or below a key, also of open files; skip those to be undone."""
         self._deferred.hurry(key)
         self._removals.hurry(key)
         for staged in self.files(key):
@@ -76,7 +76,8 @@ class Backlog:
         """Give up the unsent contents and attributes at or below a key, within GIVE_UP_S.
 
         The contents stay on the local disk, but no mount uploads them. In the result `files` counts
-        the files given up, `in_use` has the keys of open files, `remaining` counts all other files.
+        the changes given up, `in_use` has the keys of open files, which are not given up, and
+        `remaining` counts the files for which there was no time.
 
         Raises:
             StoreError: nothing could be given up in this time.
@@ -140,7 +141,7 @@ class Backlog:
         logger.info("ending waits for uploads of %d files, %d bytes", len(remaining), size)
 
     async def run(self) -> None:
-        """Retry failed uploads, and now and then upload open files, until cancelled."""
+        """Until cancelled, retry failed uploads, and upload open files `pause_s` after a change."""
         while True:
             if self._staging.pending:
                 await trio.sleep(RETRY_S)

@@ -115,7 +115,7 @@ class ExclusiveCreates:
             self._made.popitem(last=False)
 
     def removed(self, prefix: str) -> None:
-        """Note that a directory was removed or renamed."""
+        """Forget that this mount made a directory, as the directory was removed or renamed."""
         self._made.pop(prefix, None)
 
     def is_reserved(self, prefix: str, name: str, pid: int) -> bool:

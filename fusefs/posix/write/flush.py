@@ -88,7 +88,7 @@ class AppendRuns:
         self._runs: OrderedDict[int, tuple[int, float, float]] = OrderedDict()
 
     def closed(self, staged: StagedFile) -> float | None:
-        """Note a file's close; return the upload's delay in s, None if the close waits for it."""
+        """Note a file's close; return the upload's delay in s, None if the close waits for S3."""
         nodeid, now, size = staged.inode.nodeid, trio.current_time(), staged.size()
         count, begun, last = self._runs.pop(nodeid, (0, now, now))
         start = staged.appended_from if staged.etag is not None else None
@@ -253,7 +253,7 @@ class Flusher(MountPart):
             self._release(staged)
 
     def delay_s(self, staged: StagedFile, key: str) -> float | None:
-        """Seconds from a file's close to its upload as `key`; None if the close waits for it."""
+        """Seconds from a file's close to its upload as `key`; None if the close waits for S3."""
         durability = self._rules.durability_of(key)
         if durability is Durability.LOCAL:
             return LATER_S
@@ -288,7 +288,10 @@ class Flusher(MountPart):
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Upload, sync or return to the cache a staged file, unless it is open for writing."""
+        """Make a file that was changed by its path safe, as a close does; cache an unchanged file.
+
+        Does nothing if the file is open for writing: its close will do so.
+        """
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -339,7 +342,7 @@ class Flusher(MountPart):
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Move the attributes to `deferred` and unstage the file; False if it must stay staged."""
+        """Let `deferred` send a file's attributes; unstage the file. False if it stays staged."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty
@@ -362,7 +365,7 @@ class Flusher(MountPart):
         return True
 
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
-        """Replace a version by one with other attributes, in cache, node and listing."""
+        """Replace the version `old` by `new`, with other attributes, in cache, node and listing."""
         await self._cache.move(old.version, new.version)
         inode = self._node_of(old)
         if inode is not None:
@@ -402,7 +405,10 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Rename a node to the key of its upload `info`; its old name shows `theirs`, if any."""
+        """Rename a node whose content was uploaded as `info`, beside another client's object.
+
+        The old name then shows that object (`theirs`), or no file if `theirs` is None.
+        """
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
@@ -466,7 +472,7 @@ class Flusher(MountPart):
                 changes.landed(*split_key(key))
 
     async def _until_let_go(self, staged: StagedFile) -> None:
-        """Upload stores through mappings of a closed file, until no program has the file mapped."""
+        """Upload what programs store through mappings of a closed file, until it is not mapped."""
         inode = staged.inode
         with unattended():
             while inode.staged is staged and not self.may_be_written(inode):
@@ -489,7 +495,7 @@ class Flusher(MountPart):
         self._inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:
-        """Upload a staged file, undo its changes or cache it, after a handle of it was closed."""
+        """Upload a staged file, undo its changes or cache it, unless a handle may write to it."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
