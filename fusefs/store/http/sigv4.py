@@ -77,7 +77,9 @@ class Signer:
         if credentials.token:
             signed["x-amz-security-token"] = credentials.token
         names, listed = _order(tuple(signed))
-        lines = "".join([f"{name}:{' '.join(signed[name].split())}\n" for name in names])
+        # Split as bytes: text is also split at U+0085 and U+00A0, which are parts of UTF-8 here.
+        words = {name: signed[name].encode("latin-1").split() for name in names}
+        lines = "".join([f"{name}:{b' '.join(words[name]).decode('latin-1')}\n" for name in names])
         canonical = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{payload}"
         day = moment[:8]
         scope = f"{day}/{self._region}/{self._service}/aws4_request"

@@ -6,6 +6,7 @@ from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, U
 from fusefs.store.fencing import without_token
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Write
 from fusefs.store.s3 import copy, multipart
+from fusefs.store.s3.address import Call
 from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
@@ -80,6 +81,17 @@ async def test_a_copy_with_other_metadata_keeps_the_rest(
     assert without_token((await direct.head("copy")).metadata or {}) == {"new": "2"}
     answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
     assert {name: answer[name] for name in kept} == kept
+
+
+async def test_letters_with_the_bytes_of_odd_blanks_are_kept(
+    direct: S3Store, bucket: Bucket
+) -> None:
+    name = 'attachment; filename="\xd0\xa0\xd1\x85"'  # two Cyrillic letters
+    call = Call("PUT", "PUT", "source", headers={"content-disposition": name}, body=b"x")
+    await direct.requester.send(call, lambda _: None)
+    await direct.copy(await direct.head("source"), "copy", Write(metadata={"new": "2"}))
+    copied = bucket.client.head_object(Bucket=bucket.name, Key="copy")
+    assert copied["ContentDisposition"] == name
 
 
 @pytest.mark.usefixtures("copied_in_parts")
