@@ -1,5 +1,6 @@
 """What was saved is saved, whoever is killed meanwhile: the daemon, the keeper, or both."""
 
+import errno
 import hashlib
 import itertools
 import json
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -218,8 +220,23 @@ def test_what_was_saved_is_there_after_everything_has_died(
             check_what_is_left(program, found, objects)
         until(lambda: not objects.uploads(), "a multipart upload is left")
         for program in programs:
-            os.rename(mount.path / program.name, mount.path / f"{program.name}-of-round-{round}")
+            new = mount.path / f"{program.name}-of-round-{round}"
+            until(partial(is_renamed, mount.path / program.name, new), "nothing is put back")
     mount.end()
+
+
+def is_renamed(old: Path, new: Path) -> bool:
+    """Rename a directory; False if a late request has undone a change below it.
+
+    As its names come again each round, a delete of the last daemon may be such a request.
+    """
+    try:
+        os.rename(old, new)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return False
+    return True
 
 
 def come_to_rest(mount: Mount) -> None:
