@@ -119,10 +119,7 @@ class PendingAborts(UploadLog):
         self.ended(upload_id)
 
     async def abort(self, key: str, upload: UploadState | None, begun_ns: int | None) -> None:
-        """Abort `upload`, and uploads of `key` begun since `begun_ns`, unless these are None.
-
-        Errors are logged; an abort of `upload` that may succeed later is tried again.
-        """
+        """Abort `upload` and uploads of `key` begun since `begun_ns` (None: none); log errors."""
         try:
             if begun_ns is not None:
                 await self._abort_lost(key, begun_ns)

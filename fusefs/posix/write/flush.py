@@ -288,10 +288,7 @@ class Flusher(MountPart):
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Make a file that was changed by its path safe, as a close does; cache an unchanged file.
-
-        Does nothing if the file is open for writing: its close will do so.
-        """
+        """Do what a close does for a file changed by its path, unless it is open for writing."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -405,10 +402,7 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Rename a node whose content was uploaded as `info`, beside another client's object.
-
-        The old name then shows that object (`theirs`), or no file if `theirs` is None.
-        """
+        """Give a node its upload's key (`info`); its old name shows `theirs` (None: no object)."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)

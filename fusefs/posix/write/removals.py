@@ -76,9 +76,9 @@ CLOCKS_NS = 60_000_000_000
 class Removal:
     """One object that is to be deleted.
 
-    `since` is in trio's seconds, `removed_ns` is the time of the program's call by this machine's
-    clock, and `error` the error of the last request. `attempted` is set after the next request,
-    which is a part of `work`; setting `hurry` makes a retry start now.
+    A program removed the object at `removed_ns` by this machine's clock; this process knows that
+    `since` a time in trio's seconds. Callers wait for `work`, the next request, after which
+    `attempted` is set. `error` is that of the last request; setting `hurry` starts a retry now.
     """
 
     key: str
@@ -145,8 +145,8 @@ class Removals:
         """Record a removal, to be sent soon; False if the caller has to delete the object now.
 
         The result is False until a program removes many files, for the first file of each
-        directory, for keys that a late request may change, if the ETag is unknown, if the disk
-        is full, and if S3 does not support DeleteObjects.
+        directory, for keys that a late request may change, if the ETag is unknown, if MOST
+        removals wait, if the disk is full, and if S3 does not support DeleteObjects.
         """
         may_defer = self.may_defer(key)
         now = trio.current_time()
@@ -208,7 +208,7 @@ class Removals:
                 raise removal.error
 
     async def flush_at(self, key: str) -> None:
-        """Call `flush` for a key such as a/b/c and, as some servers need it, for `a` and `a/b`."""
+        """Call `flush` for a/b/c, and for a and a/b: some servers have no key below an object."""
         if not self._by_key:
             return
         at = key.find("/")
@@ -256,7 +256,7 @@ class Removals:
             self._is_running = False
 
     async def _delete_all(self, batch: list[Removal]) -> None:
-        """Send one DeleteObjects request, and release its slot of `_requests`."""
+        """Send one DeleteObjects request, and release `_requests`; retry failed removals singly."""
         etags = {removal.key: removal.etag for removal in batch}
         failed: dict[str, Exception] = {}
         try:
@@ -344,7 +344,7 @@ class Removals:
     # Removals of an earlier process
 
     def adopt(self, key: str, etag: str, removed_ns: int, *, is_on_record: bool) -> None:
-        """Take over a removal that an earlier process left, and start to delete the object."""
+        """Record an earlier process's removal unless `is_on_record`; start to delete the object."""
         if key not in self._by_key:
             removal = Removal(key, etag, removed_ns, Work())
             if not is_on_record:

@@ -1,11 +1,11 @@
 """Cache files that become staged files, because the kernel reads them for programs.
 
-A passthrough handle reads one file until it is closed, and so does a mapping: they never see bytes
-that are written to another file. So a cache file that they read is taken out of the cache
+A passthrough handle reads one file until it is closed, and so does a mapping: neither sees bytes
+that are written to another file. So a cache file that one of them reads is taken out of the cache
 (cache/handover.py) and written in place. From then on all opens of its node are for passthrough, as
 the kernel refuses to mix the modes; handles for writing have FOPEN_DIRECT_IO as well, so that the
-daemon still gets their reads and writes, only not their mappings. Stores through a mapping show in
-the file's modification time, and are uploaded at close, or after munmap.
+daemon still gets their reads and writes, but sees no access through a mapping. Stores through a
+mapping show in the file's modification time, and are uploaded at close, or after munmap.
 
 A cache file with other users is not taken out: a file that another mount uses, that
 handles of another node read through the daemon (opened before the file was whole), or
@@ -31,7 +31,10 @@ class Sharing(MountPart):
         super().__init__(state)
 
     async def begin(self, file: CacheFile) -> bool:
-        """Prepare to take a file out of the cache; False if it has other users, or wrong bytes."""
+        """Prepare to take a file out of the cache, and register it for passthrough.
+
+        False if the file has other users or wrong bytes, or if the kernel refuses it.
+        """
         if self._is_served(file):
             return False
         # Its unchanged bytes are uploaded as well, so their checksums are verified first.

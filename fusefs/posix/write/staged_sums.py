@@ -28,7 +28,7 @@ SMALL = 128 << 10
 
 
 async def note(staged: StagedFile) -> None:
-    """Store the checksum of a content, unless it has one or is changing; may raise OSError."""
+    """Compute and store a content's checksum, unless known or changing; OSError if unreadable."""
     if staged.sum is not None or staged.base is not None or staged.lock.locked():
         return
     changes = staged.changes

@@ -243,7 +243,7 @@ def on_record(directory: Path) -> list[Path]:
 
 
 async def until_later(staged: StagedFile) -> None:
-    """Wait until a new record would get a later time than a file's record; at most a clock tick."""
+    """Wait, at most a clock tick, so that a record written next is later than a file's record."""
     last_ns = os.fstat(staged.fd).st_ctime_ns
     with contextlib.suppress(FileNotFoundError):
         last_ns = max(last_ns, os.stat(f"{staged.path}.json").st_ctime_ns)

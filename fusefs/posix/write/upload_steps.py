@@ -5,8 +5,8 @@ parts; its upload is recorded before its first part, so that another process can
 that the bucket has and that still match the file are not sent again. For an edited object, parts
 that no program wrote to are copied on the server.
 
-A content that programs have written from scratch (O_TRUNC) replaces whatever the bucket
-has (`Expect`, by the store). Any other content is built on one object, and is sent
+A content that programs have written from scratch (O_TRUNC) replaces whatever object the
+bucket has (condition `Expect`). Any other content is built on one object, and is sent
 on the condition that this object is still there. If the bucket refuses the request:
 
 1. If an earlier request for this file made the object there now, the content replaces it.
@@ -113,7 +113,10 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """Note after a refusal that the store knows none; False if no object was the base."""
+        """Note, after a refused upload, that the store supports no conditions; True to try again.
+
+        False if the refused request sent no content that is built on an object (`_is_built`).
+        """
         if not staged.is_content_dirty or not self._is_built(staged):
             return False
         logger.warning("this store knows no conditions: the last node to close a file wins")
@@ -149,7 +152,7 @@ class UploadSteps:
         return is_new or self._fails_on_conflict or self._is_built(staged)
 
     def _is_built(self, staged: StagedFile) -> bool:
-        """True if a content edits or extends its object, and conditions can check the object."""
+        """True if a content edits or extends its object, and the store has conditions."""
         return self._has_conditions and (not staged.is_anew or staged.only_appended)
 
     async def _send_parts(

@@ -90,7 +90,8 @@ class UploadAttempt:
 class StreamingUpload:
     """The upload of a file's full parts while a program still writes the file.
 
-    It shares `work` with the file's `UploadAttempt`, whose waiters wait for these parts too.
+    The file's `UploadAttempt` has the same `work`, as requests that wait for the upload wait for
+    these parts too. Once `is_last` is set, no further part is sent.
     """
 
     work: Work
@@ -168,7 +169,7 @@ class Uploader(UploadSteps):
 
     @asynccontextmanager
     async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock; the wait for an upload is counted as a wait for the upload's work."""
+        """Hold a file's lock; while an upload has it, the wait is counted as one for its `work`."""
         attempt = self._attempts.get(staged)
         if attempt is not None and staged.lock.locked():
             with waiting_for(attempt.work):
@@ -260,7 +261,8 @@ class Uploader(UploadSteps):
     ) -> None:
         """Wait until a file's name and attributes stay the same and no program closes many files.
 
-        Uploads would take processor time from such a program. `hurry` ends the wait.
+        Uploads would take processor time from such a program. The wait lasts `delay_s` at least
+        and LONGEST_DELAYS times that at most; `hurry` ends it.
         """
         begun, look_s = trio.current_time(), LOOK_S
         last = begun + LONGEST_DELAYS * delay_s
@@ -275,7 +277,7 @@ class Uploader(UploadSteps):
                 await attempt.hurry.wait()
 
     def note_closed(self) -> None:
-        """Note the close of a file that is safe on the local disk, and uploaded later."""
+        """Note the close of a file to be uploaded later; uploads wait until such closes pause."""
         self._quiet_at = trio.current_time() + QUIET_S
 
     @asynccontextmanager
@@ -297,7 +299,7 @@ class Uploader(UploadSteps):
             staged.lock.release()
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        """Upload a locked file; after a conflict retry, use another key, or set it aside."""
+        """Upload a locked file; after a conflict, retry, use another key, or set the file aside."""
         try:
             for is_last in (*(False,) * MOST_CONFLICTS, True):
                 if not staged.is_dirty:
@@ -354,7 +356,7 @@ class Uploader(UploadSteps):
     ) -> None:
         """Leave a key to the object `theirs` (None: no object); upload the content beside it.
 
-        Raises EEXIST for a file that was to be new, else ESTALE; returns if `theirs` is our upload.
+        Raises EEXIST for a file that was to be new, else ESTALE, unless `theirs` has the content.
         """
         await self.abandon(staged)
         described = staged.meta_changes
@@ -380,7 +382,7 @@ class Uploader(UploadSteps):
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """Note that `info` has a file's content, and its first `described` attribute changes."""
+        """Note that `info` has a file's content, and the attributes of the change `described`."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described
@@ -413,7 +415,7 @@ class Uploader(UploadSteps):
     # Files that are still being written
 
     def wrote(self, staged: StagedFile, start: int, stop: int, *, has_failed: bool = False) -> None:
-        """Note a program's write to [start, stop); a write that `has_failed` may be undone."""
+        """Note a program's write to [start, stop); if it `has_failed`, a part may be written."""
         staged.touch()
         if staged.kept_size is not None and start < staged.kept_size:
             staged.kept_size = None

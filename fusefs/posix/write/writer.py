@@ -327,7 +327,7 @@ class Writer(MountPart):
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Raise ESTALE if the name of a node, current until now (`was_current`), has a new node."""
+        """Raise ESTALE if a node that was current (`was_current`) was replaced meanwhile."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
@@ -411,7 +411,7 @@ class Writer(MountPart):
         return self.staging.begin(inode, fd, meta, etag, base, taken, is_unlinked=is_unlinked)
 
     async def _drop_unopened(self, staged: StagedFile) -> None:
-        """Release a copy if its program has not opened it after UNOPENED_S."""
+        """Release a file that was staged for a program, unless it is open after UNOPENED_S."""
         await trio.sleep(UNOPENED_S)
         if staged.inode.staged is staged and not staged.inode.is_open:
             self.flusher.released(staged.inode)
@@ -496,7 +496,8 @@ class Writer(MountPart):
             staged_sums.forget(staged)
 
     def _write_now(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write if the disk is quick (ext4 refuses RWF_NOWAIT); return the byte count, else 0."""
+        """Write now if the disk is quick; return the byte count, or 0 if a thread has to write."""
+        # Past writes tell if the disk is quick, as ext4 refuses RWF_NOWAIT.
         if not self._disk_latency.is_quick:
             return 0
         began = self._disk_latency.begin()
@@ -512,7 +513,11 @@ class Writer(MountPart):
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None
     ) -> int:
-        """Write once a file's lock is free; if `rebases` is outdated by then, at the file's end."""
+        """Write once a file's lock is free; return the byte count.
+
+        For an append, `rebases` is the file's count at the request. If the file has another count
+        by now, its content was put behind a newer object, and the bytes go to its new end.
+        """
         async with self.uploads.locked(staged):
             staged.check_kept()
             if rebases is not None and rebases != staged.rebases:
