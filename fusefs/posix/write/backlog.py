@@ -97,7 +97,7 @@ class Backlog:
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}
 
     async def drain(self, limit_s: float) -> None:
-        """Try once to send all changes except open files, within `limit_s`; keep unsent changes.
+        """Try once to send all changes but those of open files, within `limit_s`; keep the others.
 
         Also releases unchanged files: after a mount's end the kernel sends no RELEASE for them.
         """

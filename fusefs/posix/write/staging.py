@@ -275,7 +275,7 @@ class Staging:
         return True
 
     def close(self, staged: StagedFile) -> None:
-        """Set a file's state to CLOSED: a program relies on the content now. Try to record it."""
+        """Set a file's state to CLOSED, as a program relies on its content; then `try_record`."""
         staged.close()
         self.try_record(staged)
 

@@ -167,7 +167,10 @@ def write_attribute(fd: int, record: bytes) -> bool:
 
 
 def write(path: str, record: bytes, *, is_safe: bool = False) -> None:
-    """Write a record file, whole or not at all; after an OSError the old record stays. Blocks."""
+    """Write a record file, whole or not at all; sync the file if `is_safe`. Blocks.
+
+    After an OSError the old record stays.
+    """
     # Several programs may sync one file at once, in a thread each.
     unfinished = path + (f".{threading.get_ident()}.safe" if is_safe else ".new")
     fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -150,7 +150,7 @@ class Uploader(UploadSteps):
     def start(
         self, staged: StagedFile, delay_s: float = 0.0, *, is_background: bool = False
     ) -> UploadAttempt:
-        """Start a file's upload, after a delay that `hurry` cuts short; return the attempt."""
+        """Start a file's upload in `delay_s`, unless one is under way; return the attempt."""
         attempt = self._attempts.get(staged)
         if attempt is None:
             ahead = self._aheads.get(staged)
@@ -382,7 +382,7 @@ class Uploader(UploadSteps):
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """Note that `info` has a file's content, and the attributes of the change `described`."""
+        """Note that `info` has a file's content, and its first `described` attribute changes."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described

@@ -541,7 +541,7 @@ class Writer(MountPart):
         staged.writers.add(owner)
 
     async def _write_to_disk(self, staged: StagedFile, offset: int, data: bytes) -> int:
-        """Write, and note the write, also a failed one: a part of it may be on the disk."""
+        """Write in a thread, and note the write, also a failed one: a part may be on the disk."""
         has_failed = True
         try:
             # If this is cancelled, the thread finishes a write that it has begun.
