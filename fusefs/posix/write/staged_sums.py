@@ -7,7 +7,8 @@ differs is not uploaded, but stays until a program writes to the file again or r
 
 The attribute is removed before the content changes, so no file has the checksum of another content.
 An edit of a large object has no checksum, as bytes of the object may be downloaded into its file at
-any time. On a file system without attributes the checksum is lost with the process.
+any time; nor has a file that a program may change through a mapping. On a file system without
+attributes the checksum is lost with the process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ async def note(staged: StagedFile) -> None:
     found = await _sum_of(staged)
     # A thread that is writing holds the lock. A released file's descriptor may be another file's.
     is_same = staged.changes == changes and staged.inode.staged is staged
-    if is_same and staged.base is None and not staged.lock.locked():
+    if is_same and staged.base is None and not (staged.lock.locked() or staged.may_be_mapped):
         staged.sum = found
         with contextlib.suppress(OSError):
             os.setxattr(staged.fd, ATTRIBUTE, found.to_bytes(4, "big"))
@@ -58,8 +59,8 @@ def forget(staged: StagedFile) -> None:
 
 async def check(staged: StagedFile) -> None:
     """Compare a file's content with its checksum, if it has one; raise EIO if they differ."""
-    expected, changes = staged.sum, staged.changes
-    if expected is None or await _sum_of(staged) == expected or staged.changes != changes:
+    expected = staged.sum
+    if expected is None or await _sum_of(staged) == expected or staged.sum != expected:
         return
     raise OSError(
         errno.EIO,

@@ -237,6 +237,7 @@ class Writer(MountPart):
             self._cache.pin_again(staged.backing)
             if flags & os.O_ACCMODE == os.O_RDWR:
                 staged.may_be_mapped = True
+                staged_sums.forget(staged)
                 self.staging.note_edited(staged)
             handle = self._handles.open_file(
                 inode, version, staged.backing, backing_id, flags, caller.unique

@@ -12,13 +12,14 @@ from trio.testing import MockClock
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.exclusive import OPEN_S
+from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
 from tests.support.waiting import eventually
 
 
-def let_upload(mount: MortalMount, *, may: bool) -> None:
+def let_upload(mount: MortalMount | Process, *, may: bool) -> None:
     def before(what: str, _key: str) -> None:
         if what == "PUT" and not may:
             raise StoreError("not now")
@@ -248,6 +249,26 @@ async def test_the_last_close_takes_place_on_a_full_disk(
             process.operations.release(fh)
         await eventually(lambda: not process.writer.staging.pending)
     assert process.store.contents() == {"file": b"2" if how in ("written", "mapped") else b"1"}
+
+
+@pytest.mark.parametrize("is_opened_later", [False, True])
+async def test_stores_through_a_mapping_after_a_failed_upload_are_uploaded(
+    process: Process, monkeypatch: pytest.MonkeyPatch, is_opened_later: bool
+) -> None:
+    let_upload(process, may=False)
+    fh = await process.create("file", b"content")
+    (staged,) = process.writer.staging
+    process.writer.sharing.recall(staged)
+    monkeypatch.setattr(Sharing, "backing_id", lambda *_: 1)
+    staged.may_be_mapped = not is_opened_later
+    with pytest.raises(OSError, match="not now"):
+        await process.close(fh)
+    assert (staged.sum is not None) == is_opened_later
+    process.writer.open_staged(staged.inode, os.O_RDWR, process.caller())
+    os.pwrite(staged.fd, b"stored!", 0)
+    let_upload(process, may=True)
+    await process.writer.uploads.wait(staged)
+    assert process.store.contents() == {"file": b"stored!"}
 
 
 async def test_a_file_is_reserved_on_a_full_disk(
