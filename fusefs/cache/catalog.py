@@ -316,19 +316,18 @@ class Catalog:
             return [total is not None for total in added], self.total()
 
     def mark_synced(self, rows: Iterable[Row]) -> int:
-        """Mark rows as synced, until their files get further ranges; return the number of rows."""
+        """Mark rows as synced, until their files get further ranges; return the number marked."""
         with self.transaction():
             updates = []
             for row in rows:
                 crc = self._checksum_of(row, row.ranges, is_synced=True)
                 file = (row.name, row.generation, _signed(row.st_ino))
                 updates.append((self._boot_id, crc, *file, row.ranges))
-            self._db.executemany(
+            return self._db.executemany(
                 "UPDATE files SET is_synced = 1, boot_id = ?, crc = ?"
                 " WHERE name = ? AND generation = ? AND st_ino = ? AND ranges = ?",
                 updates,
-            )
-            return len(updates)
+            ).rowcount
 
     def touch(self, times: Iterable[tuple[float, str, str]]) -> None:
         """Set last-use times, given as (seconds since the epoch, name, generation)."""

@@ -68,7 +68,7 @@ def test_inode_numbers_may_have_64_bits(tmp_path: Path) -> None:
 
 def test_after_another_boot_only_synced_rows_count(table: Catalog, tmp_path: Path) -> None:
     table.record([row("safe", (0, 10)), row("unsafe", (0, 10))])
-    table.mark_synced([row("safe", (0, 10))])
+    assert table.mark_synced([row("safe", (0, 10))]) == 1
     table.close()
     again = catalog(tmp_path, OTHER_BOOT)
     assert [one.name for one in again.newest(1000)] == ["safe"]
@@ -89,7 +89,7 @@ def test_a_file_that_got_more_while_it_was_synced_is_not_marked(
 ) -> None:
     table.record([row("a", (0, 10))])
     table.record([row("a", (0, 20))])
-    table.mark_synced([row("a", (0, 10))])
+    assert table.mark_synced([row("a", (0, 10))]) == table.mark_synced([]) == 0
     assert catalog(tmp_path, OTHER_BOOT).newest(1000) == []
 
 
