@@ -66,7 +66,7 @@ class PendingChanges:
             del self._listings[number]
 
     def set(self, prefix: str, name: str, entry: Entry | Absent, *, lasting: bool) -> None:
-        """Note a change of a name: a `lasting` one until `landed`, others for KEPT_S seconds."""
+        """Keep a name's change: until `landed` if the bucket lacks it (`lasting`), else KEPT_S."""
         now = time.monotonic()
         self._forget_before(now - KEPT_S)
         if isinstance(entry, Absent) and prefix + name in self.leaving:
@@ -105,7 +105,7 @@ class PendingChanges:
         return self._former.get(prefix, self._former_others) >= since
 
     def get(self, prefix: str, name: str) -> Entry | Absent | None:
-        """The lasting change of a name: its entry, ABSENT if removed, None if there is none."""
+        """The change of a name that the bucket lacks: an entry, ABSENT if removed, None if none."""
         return self._lasting.get(prefix, {}).get(name)
 
     def changed_since(
@@ -128,7 +128,7 @@ class PendingChanges:
         return any(not isinstance(entry, Absent) for _, _, entry in self._lasting_below(prefix))
 
     def has_replacements(self, prefix: str, *, without: str) -> bool:
-        """True if lasting entries below a prefix, except the name `without`, replace objects."""
+        """True if an object below a prefix, not of the name `without`, waits to be replaced."""
         return any(
             is_stored(entry) and (known, name) != (prefix, without)
             for known, name, entry in self._lasting_below(prefix)
@@ -155,7 +155,7 @@ class PendingChanges:
             put(segment, name, entry)
 
     def move(self, old: str, new: str) -> None:
-        """Note the rename of a directory; lasting changes below it get the new prefix."""
+        """Note a directory's rename; changes that the bucket lacks get the new prefix."""
         now = time.monotonic()
         for moved in (old, new):
             self._moves.append((now, moved))
