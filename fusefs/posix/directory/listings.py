@@ -135,7 +135,7 @@ class Directories:
         return known if is_young and is_made else None
 
     def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """Do the same as `lookup_now`, for an open: None too if the entry is not relied on now."""
+        """The cached entry of a name, with its expiry; None if an open must not rely on it."""
         known = self.lookup_now(directory, name)
         return known if known is not None and known[1] > time.monotonic() else None
 
@@ -203,7 +203,7 @@ class Directories:
     def segment_now(
         self, directory: Directory, position: str, valid_since: float, expect: Expect
     ) -> Segment | None:
-        """Do what `segment_behind` does, without waiting; return None if a request is needed."""
+        """Return the cached segment with the entries behind a position; None: request it first."""
         segment = directory.behind(position)
         if segment is None or segment.doubtful or _valid_until(segment) <= valid_since:
             return None

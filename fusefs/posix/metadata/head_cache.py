@@ -125,7 +125,7 @@ class HeadCache:
         return self.needs_head_of(inode, self.assumed(inode.parent))
 
     def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
-        """Do the same as `needs_head`, given the assumptions about the inode's directory."""
+        """True if an inode's attributes need a HEAD, given what is `assumed` of the directory."""
         may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
         until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until

@@ -75,7 +75,7 @@ class Mutations(MountPart):
     # Attributes and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
-        """Do what `setattr` does if that needs no wait, as after a write; else return None."""
+        """Change attributes if that needs no wait, as after a write; None: `setattr` is needed."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None

@@ -177,7 +177,7 @@ class NameChanges(CreateRemove):
         return staged.is_closed and staged.is_dirty and staged.inode.staged is staged
 
     def _is_to_be_sent(self, staged: StagedFile, old_key: str) -> bool:
-        """True if a closed file lacks the upload that its new key demands, unlike its old one."""
+        """True if a closed file needs an upload: its new key demands that, unlike the old one."""
         return (
             self._is_on_disk_alone(staged)
             and self._waits_for_disk(staged, old_key)
