@@ -96,7 +96,7 @@ class HeadPolicy:
         return modified_ns <= self.no_attributes_until(prefix)
 
     def assumed(self, prefix: str) -> Assumed:
-        """The times up to which a directory's objects are assumed to have no attributes."""
+        """The Last-Modified up to which a directory's objects are assumed to lack attributes."""
         until = self.no_attributes_until(prefix)
         says_something = self.has_attributes(prefix) or (until < 0 and self.has_usual(prefix))
         return Assumed(until, until if says_something or not self.asks_less else math.inf)
@@ -123,7 +123,7 @@ class HeadPolicy:
     def observe(
         self, prefix: str, modified_ns: int, *, has_attributes: bool, has_usual: bool = False
     ) -> None:
-        """Note if an object's HEAD had attributes, or (`has_usual`) only the mount's defaults."""
+        """Note whether a HEAD found attributes, or (`has_usual`) only the mount's defaults."""
         directory = _entry(self._directories, prefix)
         if has_attributes:
             directory.has_attributes = True
@@ -150,7 +150,7 @@ class HeadPolicy:
         return True
 
     def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
-        """Assume that files of these times lack attributes, like siblings; False: not known yet."""
+        """Assume that files of these times lack attributes, if those of siblings do, else False."""
         alike = self._alike.get(parent_of(prefix)) if prefix and modified_ns else None
         if alike is None or alike.has_attributes or alike.without < self.sample_size:
             return False
@@ -163,7 +163,7 @@ class HeadPolicy:
         return True
 
     def is_undecided(self, prefix: str) -> bool:
-        """True if a sample of a directory could save the HEADs of its other objects."""
+        """True if HEADs of a few objects could save those of a directory's other objects."""
         directory = self._directories.get(prefix)
         if self._assumes_nothing or prefix in self._changed:
             return False

@@ -223,7 +223,7 @@ class Directories:
         return await self._load(directory, "", resolve_doubts=True)
 
     def correct(self, directory: Directory, name: str, info: ObjectInfo | None) -> None:
-        """Correct a listing: S3 has the object `info` under a name (None: none, or unknown)."""
+        """Correct a listing: a name's object is `info` by now; None: it is gone, or not known."""
         directory.doubt_carried(name)
         self._note_change(directory, is_ours=False)
         segment = directory.holding(name)

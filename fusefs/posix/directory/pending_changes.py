@@ -140,7 +140,7 @@ class PendingChanges:
                 yield from ((known, name, entry) for name, entry in entries.items())
 
     def apply(self, prefix: str, segment: Segment) -> None:
-        """Merge this mount's changes into a new segment; expire it if one may be forgotten."""
+        """Merge this mount's changes into a new segment; expire it if some are forgotten."""
         if self.has_forgotten(prefix, segment.fetched):
             segment.distrust()
         for at, moved in reversed(self._moves):

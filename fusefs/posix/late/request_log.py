@@ -66,7 +66,7 @@ class Change(NamedTuple):
 
 
 class RequestLog:
-    """The changes of one mount that are under way. Belongs to the event loop."""
+    """The log of one mount's changes that are under way. Belongs to the event loop."""
 
     def __init__(self, directory: Path) -> None:
         """Open and clear the log; call `unanswered_in` before. OSError if the disk is full."""

@@ -191,7 +191,7 @@ class DeferredAttributes:
         return key in self._by_key
 
     def pending(self, key: str) -> list[DeferredChange]:
-        """The waiting changes at or below a key ("": all)."""
+        """The changes of attributes that wait to be sent, at or below a key ("": all)."""
         return [one for one in self._by_key.values() if is_at_or_below(one.key, key)]
 
     # Changing
@@ -202,7 +202,7 @@ class DeferredAttributes:
         return len(self._by_key) >= MOST
 
     async def wait_for_room(self) -> None:
-        """Wait while `is_full`, unless the bucket refuses the changes."""
+        """Wait while too many changes wait (`is_full`), unless the bucket refuses them."""
         while self.is_full and not self._is_failing:
             await self._less.wait()
 
@@ -264,7 +264,7 @@ class DeferredAttributes:
             self._note_done(key)
 
     async def give_up(self, key: str) -> int:
-        """Drop the changes at or below a key: programs see S3's attributes. Return the number."""
+        """Drop the changes at or below a key, so S3's attributes are shown; return the number."""
         given_up = self.pending(key)
         for entry in given_up:
             await self.until_unsent(entry.key)
@@ -309,7 +309,7 @@ class DeferredAttributes:
                 await entry.sending.wait()
 
     async def flush(self, key: str) -> None:
-        """Send the change of a key, if there is one; raise the request's error."""
+        """Send the changed attributes of a key, if any; raise the request's error."""
         while (entry := self._by_key.get(key)) is not None:
             entry.error = None
             await self._send(entry)
@@ -317,7 +317,7 @@ class DeferredAttributes:
                 raise entry.error
 
     async def flush_below(self, prefix: str) -> None:
-        """Send all changes at or below a prefix; after all requests, raise the first error."""
+        """Send all changed attributes at or below a prefix; at the end, raise the first error."""
         waiting = self.pending(prefix)
         async with trio.open_nursery() as nursery:
             for entry in waiting:
@@ -329,13 +329,13 @@ class DeferredAttributes:
             await self.flush(entry.key)  # changes made while another task sent this one
 
     def hurry(self, key: str) -> None:
-        """Start to send all changes at or below a key; return at once."""
+        """Start to send all changed attributes at or below a key; return at once."""
         for entry in self.pending(key):
             entry.error = None
             self._nursery.start_soon(self._send_unattended, entry)
 
     async def _run(self) -> None:
-        """Send changes when they are due, until none is left."""
+        """Send changed attributes when they are due, until none are left."""
         try:
             while self._queue:
                 due = self._queue[0][0]
@@ -448,7 +448,7 @@ class DeferredAttributes:
         return await self._copy(entry)
 
     async def _copy(self, entry: DeferredChange) -> ObjectInfo:
-        """Copy the object onto itself with new attributes and a token that later daemons know."""
+        """Copy the object onto itself with new attributes and a token that is on record."""
         if entry.token is None:
             entry.token = self._store.tokens.next()
             entry.tokens = (*entry.tokens, str(entry.token))[-MOST_TOKENS:]
@@ -476,7 +476,7 @@ class DeferredAttributes:
         self._note_less()
 
     def _sent(self, entry: DeferredChange, changes: int, info: ObjectInfo) -> None:
-        """Note that the version `info` in the bucket has an entry's first `changes` changes."""
+        """Note that S3 has an entry's first `changes` changes; the object's version is `info`."""
         self._is_failing = False
         if self._by_key.get(entry.key) is not entry:
             return
@@ -503,7 +503,7 @@ class DeferredAttributes:
             self._add(entry)
 
     async def drain(self) -> None:
-        """Attempt to send each change once. Failed changes stay recorded."""
+        """Attempt to send each change of attributes once. Failed changes stay recorded."""
         while waiting := [entry for entry in self._by_key.values() if entry.error is None]:
             async with trio.open_nursery() as nursery:
                 for entry in waiting:

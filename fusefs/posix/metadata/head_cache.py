@@ -133,7 +133,7 @@ class HeadCache:
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
 
     def assumed(self, directory: Inode) -> Assumed:
-        """The assumptions about a directory's objects (`HeadPolicy.assumed`)."""
+        """The Last-Modified up to which a directory's objects are assumed to lack attributes."""
         return self._policy.assumed(self._inodes.key(directory))
 
     def is_doubted(self, inode: Inode) -> bool:
@@ -236,7 +236,7 @@ class HeadCache:
                 await sampled.done.wait()
 
     def sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """Start a sample of a directory that a program will reach; at most one for each parent."""
+        """Start HEADs of a few names in a directory ahead of a program; one sample per parent."""
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
         if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)
