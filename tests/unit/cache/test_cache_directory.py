@@ -234,15 +234,12 @@ async def test_a_takeover_goes_on_without_rows_that_cannot_be_read(
     def fail(*_: object) -> None:
         raise error
 
-    def cache(*, in_any_case: bool) -> FileCache:
-        quota = Quota(tmp_path, None, lambda _size: 0)
-        return FileCache(tmp_path, "test", quota, in_any_case=in_any_case)
-
+    quota = Quota(tmp_path, None, lambda _size: 0)
     monkeypatch.setattr(Catalog, "newest", fail)
     monkeypatch.setattr(catalog, "alone_in", no_descriptor)
     with pytest.raises(CacheDirectoryError):
-        cache(in_any_case=False)
-    await cache(in_any_case=True).aclose(sync=False)
+        FileCache(tmp_path, "test", quota)
+    await FileCache(tmp_path, "test", quota, in_any_case=True).aclose(sync=False)
 
 
 def test_a_folder_that_cannot_be_read_has_no_file(tmp_path: Path) -> None:

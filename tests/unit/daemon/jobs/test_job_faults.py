@@ -186,6 +186,8 @@ async def test_what_is_unpinned_while_it_is_being_pinned_stays_so(
         await eventually(lambda: job.files > 0)
         unpinning = jobs.copies.unpinning("d", is_new=True)
         await unpinning.ended.wait()
+        [recorded] = jobs.warmer._read()  # as the next daemon does
+        assert recorded.is_unpinned("d/000/f")
         bucket.let_go()
         await job.ended.wait()
         retention = jobs.parts.cache.retention

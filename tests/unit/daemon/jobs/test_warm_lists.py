@@ -9,7 +9,6 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.daemon.jobs.cache_warmer import JobSpec
 from fusefs.daemon.jobs.selection import Shard
 from tests.support.local_cache import (
-    FRESH,
     LIST,
     NEXT_DAEMON,
     NO_ATTRIBUTES,
@@ -18,7 +17,6 @@ from tests.support.local_cache import (
     info,
     warmer_of,
 )
-from tests.support.waiting import eventually
 
 KEYS = [f"key-{number}" for number in range(20)]
 
@@ -53,28 +51,3 @@ async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) ->
         assert all(parts.cache.find(info(key).version) for key in KEYS)
     left_over = [name for _, _, names in os.walk(tmp_path) for name in names if name == LIST]
     assert left_over == []
-
-
-async def test_what_was_unpinned_while_it_was_pinned_is_not_pinned_by_the_next_daemon(
-    tmp_path: Path,
-) -> None:
-    bucket = WideBucket(KEYS)
-    async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
-        retention = parts.cache.retention
-        async with trio.open_nursery() as nursery:
-            first = warmer_of(parts, tmp_path)
-            nursery.start_soon(first.run, FRESH, NO_ATTRIBUTES)
-            await first.append(LIST, 0, "\n".join(KEYS) + "\n")
-            bucket.hold()
-            await first.start(JobSpec("list", is_pinned=True, list_name=LIST))
-            await wait_all_tasks_blocked()
-            await first.cancel_pins(KEYS[0])
-            await retention.remove_pins("")
-            nursery.cancel_scope.cancel()
-        bucket.let_go()
-        async with trio.open_nursery() as nursery:
-            second = warmer_of(parts, tmp_path)
-            nursery.start_soon(second.run, NEXT_DAEMON, NO_ATTRIBUTES)
-            await eventually(lambda: [job["state"] for job in second.describe()] == ["ended"])
-            nursery.cancel_scope.cancel()
-        assert [retention.covers(key) for key in KEYS[:2]] == [False, True]
