@@ -510,11 +510,14 @@ class FileCache:
             nursery.start_soon(self._sweep_later)
             nursery.start_soon(self.integrity.run)
             await self.residency.learn_names()
-            have_pins_changed = False
+            have_pins_changed = is_shared = False
             while True:
                 for _ in range(TOUCH_EVERY):
                     await ACTIVITY.pause(RECORD_EVERY_S)
                     await self.record()
+                    if self.has_neighbours and not is_shared:
+                        is_shared = True
+                        await self._open_used()
                     if have_pins_changed:
                         await self.retention.learn()
                     # If the pins have changed, the next round reads anew which files they cover.
@@ -527,6 +530,17 @@ class FileCache:
                     self.order.note_time(steady_time())
                     await self.residency.unload(self._let_go)
                 await self._catalog_writer.touch()
+
+    async def _open_used(self) -> None:
+        """Open each closed file in use, for its lock that keeps other mounts off, if possible."""
+        closed = [file for file in self.files() if file.pins and file.fd < 0 and file.generation]
+        for file in closed:
+            self.pin_again(file)
+            try:
+                if not await self.ensure_open(file):
+                    return  # without descriptors all others would be read past the cache, too
+            finally:
+                self.unpin(file, was_used=False)
 
     async def record(self) -> None:
         """Write all pending updates into the catalog, and check if other mounts have written."""

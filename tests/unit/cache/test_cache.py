@@ -268,6 +268,21 @@ async def test_the_keeper_of_the_catalog_records_and_syncs(
         nursery.cancel_scope.cancel()
 
 
+async def test_a_file_in_use_is_opened_when_another_mount_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_files, "RECORD_EVERY_S", 0.01)
+    async with cache_in(tmp_path) as parts, trio.open_nursery() as nursery:
+        await parts.fetch(A)
+        used = parts.cache.pin(A)
+        nursery.start_soon(parts.cache.run)
+        async with cache_in(tmp_path) as other:
+            await other.fetch(version("b", MIB))
+            await other.cache.record()
+            await eventually(lambda: used.fd >= 0)  # with the lock that keeps others off
+        nursery.cancel_scope.cancel()
+
+
 async def test_opening_is_all_or_nothing_however_it_is_cancelled(parts: Parts) -> None:
     await parts.fetch(A)
     before = set(os.listdir("/proc/self/fd"))
