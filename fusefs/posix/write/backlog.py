@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import Any
 
 import trio
@@ -118,8 +117,7 @@ class Backlog:
                 nursery.cancel_scope.cancel()
         for staged in self._staging:
             if not staged.is_dirty:
-                with suppress(OSError):  # the disk fails; the next mount finds the file
-                    self._staging.release(staged)
+                self._staging.release(staged)
                 continue
             if staged in finished:
                 self._staging.close(staged)

@@ -445,13 +445,14 @@ class Staging:
             self.cache.unpin(staged.backing)
         staged.inode.staged = None
         staged.inode.packed = None
-        os.close(staged.fd)
-        if not is_taken:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(staged.path)
-        if staged.has_record_file:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{staged.path}.json")
+        try:
+            os.close(staged.fd)
+            if not is_taken:
+                Path(staged.path).unlink(missing_ok=True)
+            if staged.has_record_file:
+                Path(f"{staged.path}.json").unlink(missing_ok=True)
+        except OSError as error:  # the disk fails; the next mount finds the file
+            logger.warning("%s is left on the local disk: %s", staged.path, error.strerror)
 
     def remove_if_empty(self) -> None:
         """Remove the staging directory after the mount's end, unless the next mount needs it."""
