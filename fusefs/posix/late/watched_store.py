@@ -197,7 +197,7 @@ class WatchedStore:
     @contextmanager
     def _all_on_record(self, keys: list[str]) -> Iterator[None]:
         """Record a request that deletes many keys until the request is answered or given up."""
-        opened = ChangeUnderWay(frozenset(keys))
+        opened = ChangeUnderWay(frozenset([*keys, ""]))  # a DeleteObjects request has no key
         self._open.add(opened)
         batch = self.uncertain_keys.log.begin_batch(keys)
         try:

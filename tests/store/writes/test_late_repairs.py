@@ -13,6 +13,7 @@ from fusefs.store.fencing import without_token
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
 from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_writing import opened
 from tests.support.waiting import eventually
 
@@ -33,6 +34,17 @@ async def test_metadata_that_cannot_be_sent_again_keep_no_content_from_being_put
     assert stored(bucket, "file") == b"content"
     assert without_token((await store.head("file")).metadata or {}) == {"owner": "x"}
     store.close(remove=False)
+
+
+async def test_keys_of_a_delete_of_many_without_an_answer_are_uncertain(
+    store: S3Store, faulty: FaultyS3, bucket: Bucket, tmp_path: Path
+) -> None:
+    late = UncertainKeys(tmp_path / "late", "bucket")
+    for key in "ab":
+        bucket.put(key, b"x")
+    faulty.add("DELETE MANY", lose_answer=True, times=1)
+    await WatchedStore(store, late).delete_many("ab")
+    assert [entry.key for entry in late] == ["a", "b"]
 
 
 async def test_a_fault_about_one_key_ends_no_mount(

@@ -38,6 +38,7 @@ TABLE = """
   rmdir-then-mkdir          DELETE d/      mkdir d    rmdir d       mkdir d     d/=
 * tree-copy-then-put        COPY e/a       put d/a 1  rename d e    put e/a 2   e/= e/a=2
 * tree-deletes-then-made    DELETE MANY *  put d/a 1  rename d e    put d/a 2   d/= d/a=2 e/= e/a=1
+  tree-deletes-then-equal  DELETE MANY *  put d/a 1  rename d e    put d/a 1   d/= d/a=1 e/= e/a=1
   lock-then-unlink          PUT a          -          lock a        unlink a    -
   symlink-then-unlink       PUT a          -          symlink a to  unlink a    -
 """
