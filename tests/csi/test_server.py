@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +267,24 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def creating(path: Path, store: str, bucket: str) -> tuple[Driver, Any]:
+    """A driver's socket, once it listens, and a call that has begun."""
+    until(path.exists, "it listens")
+    driver = Driver(path)
+    request = csi_pb2.CreateVolumeRequest(
+        name="pvc-1",
+        volume_capabilities=[mount_capability()],
+        parameters={"store": store, "bucket": bucket},
+        secrets={
+            "accessKeyId": "fusefs-access",
+            "secretAccessKey": SECRET_KEY,
+            "sessionToken": "the-session-token",
+        },
+    )
+    create = driver.controller.CreateVolume
+    return driver, create.future(request, timeout=DEADLINE_S, wait_for_ready=True)
+
+
 def test_the_command_serves_until_it_is_terminated(short: Path, s3: S3Server) -> None:
     stores = short / "stores.toml"
     stores.write_text(f'[stores.minio]\nendpoint-url = "{s3.endpoint_url}"\n')
@@ -275,25 +292,8 @@ def test_the_command_serves_until_it_is_terminated(short: Path, s3: S3Server) ->
     where = (f"--endpoint=unix://{path}", f"--stores={stores}", "--cluster-id=c")
     process = command("controller", *where, "--log-level=debug")
     try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        driver = Driver(path)
-        request = csi_pb2.CreateVolumeRequest(
-            name="pvc-1",
-            volume_capabilities=[mount_capability()],
-            parameters={"store": "minio", "bucket": s3.new_bucket()},
-            secrets={
-                "accessKeyId": "fusefs-access",
-                "secretAccessKey": SECRET_KEY,
-                "sessionToken": "the-session-token",
-            },
-        )
-        # What becomes of the token is the store's affair.
-        call = driver.controller.CreateVolume.future(
-            request, timeout=DEADLINE_S, wait_for_ready=True
-        )
-        call.exception()
+        driver, call = creating(path, "minio", s3.new_bucket())
+        call.exception()  # what becomes of the token is the store's affair
         driver.close()
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=DEADLINE_S)
@@ -321,17 +321,7 @@ sys.exit(main.main())
         arguments = ["controller", "--endpoint", f"unix://{path}", "--stores", str(stores)]
         process = subprocess.Popen([sys.executable, "-c", program, *arguments])
         try:
-            until(path.exists, "it listens")
-            driver = Driver(path)
-            request = csi_pb2.CreateVolumeRequest(
-                name="pvc-1",
-                volume_capabilities=[mount_capability()],
-                parameters={"store": "silent", "bucket": "bucket"},
-                secrets={"accessKeyId": "id", "secretAccessKey": SECRET_KEY},
-            )
-            call = driver.controller.CreateVolume.future(
-                request, timeout=DEADLINE_S, wait_for_ready=True
-            )
+            driver, call = creating(path, "silent", "bucket")
             asking, _ = silent.accept()
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 0

@@ -12,13 +12,6 @@ from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import BODY, ODD_KEY, Collector, download, opened
 
-
-async def test_a_head_and_a_listing_tell_the_same(store: S3Store) -> None:
-    listed = {info.key: info for info in (await store.list_page("", delimiter="")).objects}
-    info = await store.head("body")
-    assert (listed["body"].version, listed["body"].mtime_ns) == (info.version, info.mtime_ns)
-
-
 KEYS = ["a b", "a+b", "a%20b", "a%2Bb", "ü/ö", "x\x01y", "a&b<c>", "q'\"q", "😀", "%", "d+e/f g+h"]
 
 
@@ -41,13 +34,6 @@ async def test_pages_follow_each_other(bucket: Bucket, faulty: FaultyS3) -> None
         second = await store.list_page("p/", start_after=first.last)
         assert [info.key for info in second.objects] == ["p/2+ x", "p/3+ x", "p/4+ x"]
         assert (first.next_token is None, second.next_token is None) == (False, True)
-
-
-async def test_common_prefixes_are_listed(bucket: Bucket, faulty: FaultyS3) -> None:
-    bucket.put("a b/c", b"")
-    bucket.put("d+/e", b"")
-    async with opened(bucket, faulty) as store:
-        assert (await store.list_page("")).prefixes == ["a b/", "d+/"]
 
 
 @pytest.mark.parametrize("is_plain", [True, False])

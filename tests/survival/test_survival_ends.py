@@ -28,7 +28,6 @@ from tests.support.survival.surviving import (
     kill_everything,
     serving_pid,
     signal_daemon,
-    warm,
 )
 from tests.support.survival.surviving import filled as filled
 from tests.support.survival.surviving import survival as survival
@@ -40,30 +39,6 @@ def test_an_upgrade_changes_the_settings_that_are_given(survival: Mount) -> None
     assert survival.status()["metadata"]["ttl_s"] == 7
     refused = fusefs("upgrade", survival.path, "--cache-dir", "/elsewhere", check=False)
     assert refused.returncode == 2
-
-
-@states("A file that is read by passthrough is read on while there is no daemon, without a pause.")
-@pytest.mark.root
-def test_passthrough_needs_no_daemon(filled: Bucket, mounter: Mounter) -> None:
-    mount = mounter("--hang-timeout", "600s", bucket=filled)
-    if not mount.status()["passthrough"]["on"]:
-        pytest.skip(mount.status()["passthrough"]["why"])
-    warm(mount)
-    with open(mount.path / data.large_name(data.HELD), "rb", buffering=0) as file:
-        mount.forget()
-        # No process answers from now on, and the keeper waits for longer than this takes.
-        stopped = serving_pid(mount)
-        os.kill(stopped, signal.SIGSTOP)
-        for at in range(0, data.LARGE_SIZE, 1 << 20):
-            assert os.pread(file.fileno(), 1 << 20, at) == data.large(data.HELD, at, 1 << 20)
-        assert keeper_status(mount)["daemon"] == stopped
-        assert process_state(stopped) == "T"
-        os.kill(stopped, signal.SIGCONT)
-    mount.end()
-
-
-def process_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @states("A keeper that is killed alone leaves no trace in what programs see.")

@@ -156,11 +156,7 @@ def test_a_record_that_somebody_has_removed_is_missed(
     name = bucket.name
     volume = create(driver, name, onDelete="delete")
     bucket.delete(record_key())
-    expand = csi_pb2.ControllerExpandVolumeRequest(
-        volume_id=volume.volume_id,
-        capacity_range=csi_pb2.CapacityRange(required_bytes=9),
-        secrets=KEYS,
-    )
+    expand = _expand(volume.volume_id, capacity_range=_sized(9))
     code, sentence = refusal(driver.controller.ControllerExpandVolume, expand)
     assert code is Code.NOT_FOUND
     delete(driver, volume.volume_id)

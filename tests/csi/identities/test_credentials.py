@@ -129,14 +129,6 @@ def test_the_environment_names_files_and_no_secret(tmp_path: Path) -> None:
         assert "very-secret" not in environment
 
 
-def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
-    files = CredentialFiles(tmp_path / "files")
-    files.store("mount", chosen(KEYS), 12345)
-    (tmp_path / "files" / "mount" / "keys.new").symlink_to(tmp_path / "victim")
-    files.store("mount", chosen(KEYS), 12345)
-    assert not (tmp_path / "victim").exists()
-
-
 def test_files_of_a_newer_driver_go_with_their_mount(tmp_path: Path) -> None:
     files = CredentialFiles(tmp_path / "files")
     files.store("mount", chosen(KEYS), 12345)

@@ -46,29 +46,24 @@ class Agent(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def agent() -> Iterator[tuple[str, list[str]]]:
-    """The agent's URL, and the tokens that it gets."""
+def agent() -> Iterator[str]:
+    """The agent's URL."""
     Agent.sent_tokens = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Agent) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/credentials", Agent.sent_tokens
+            yield f"http://127.0.0.1:{server.server_port}/v1/credentials"
         finally:
             server.shutdown()
             thread.join()
 
 
 @pytest.fixture(scope="module")
-def sent_tokens(running: Node) -> list[str]:
-    return Agent.sent_tokens
-
-
-@pytest.fixture(scope="module")
 def running(s3: S3Server) -> Iterator[Node]:
     # "aws" is the name that Pod Identity is for; an administrator may give it an address.
     with (
-        agent() as (url, _),
+        agent() as url,
         running_node(
             f"--pod-identity-agent={url}", aws=s3.endpoint_url, main=s3.endpoint_url
         ) as node,
@@ -76,15 +71,13 @@ def running(s3: S3Server) -> Iterator[Node]:
         yield node
 
 
-def test_a_pods_association_reads_its_volume(
-    node: Node, shared: Bucket, sent_tokens: list[str]
-) -> None:
+def test_a_pods_association_reads_its_volume(node: Node, shared: Bucket) -> None:
     shared.put("a/hello", b"hello")
     target = node.target("pod")
     volume = {"store": "aws", "bucket": shared.name, "prefix": "a", "podIdentity": "true", **POD}
     node.publish("volume", target, secrets=tokens(TOKEN, POD_IDENTITY_AUDIENCE), **volume)
     assert (target / "hello").read_bytes() == b"hello"
-    assert set(sent_tokens) == {TOKEN}
+    assert set(Agent.sent_tokens) == {TOKEN}
     assert TOKEN not in node.log.read_text()
     node.unpublish("volume", target)
 

@@ -122,15 +122,6 @@ def test_what_cannot_be_warmed_is_refused_by_name(attributes: dict[str, str]) ->
         read_options(attributes, (), is_inline=False)
 
 
-def test_a_pod_starts_when_its_volume_is_warm(
-    node: Node, volume: dict[str, str], faulty: FaultyS3
-) -> None:
-    target = node.target("pod")
-    node.publish("warm", target, warm="set", warmBeforePublish="true", **volume)
-    read_cold(node, faulty, target)
-    node.unpublish("warm", target)
-
-
 def test_a_publish_that_ends_before_says_how_far_it_is_and_the_next_goes_on(
     node: Node, volume: dict[str, str], faulty: FaultyS3
 ) -> None:
@@ -201,16 +192,6 @@ def test_pods_of_a_volume_wait_side_by_side(
     assert len(node.roots()) == len(node.daemons()) == 1
     for target in targets:
         node.unpublish("shared", target)
-
-
-def test_a_pod_that_gives_up_waiting_leaves_nothing(
-    node: Node, volume: dict[str, str], faulty: FaultyS3
-) -> None:
-    target = node.target("pod")
-    faulty.add("GET", stall=True)
-    publish_until("warming", node, "left", target, warm="set", warmBeforePublish="true", **volume)
-    until_final(node.unpublish, "left", target)
-    until(lambda: not node.leftovers(), "nothing is left")
 
 
 def test_what_is_not_there_does_not_keep_a_pod_from_starting(

@@ -234,10 +234,6 @@ def test_status_shows_it(join: Join, empty: Domain) -> None:
     assert re.search(rf"{place}: in use; 0 of \d+ lookups found.*{BLOCKS} stored", shown)
 
 
-def test_a_mount_without_one_says_so(mounter: Mounter) -> None:
-    assert mounter().status()["cluster_cache"] is None
-
-
 @states(
     "Names, sizes and ETags always come from the bucket itself: what a cluster cache has is as old "
     "as what the local disk has, for which the metadata TTL is the bound."

@@ -85,12 +85,6 @@ def test_what_is_in_the_cache_is_passed_over(here: Mount) -> None:
     assert fetched(here) == len(LARGE) + sum(map(len, SMALL.values()))
 
 
-def test_warming_tells_the_kernel_of_no_file(here: Mount) -> None:
-    before = here.status()["metadata"]["nodes"]
-    assert warm(here.path / "tree", "--wait").returncode == 0
-    assert here.status()["metadata"]["nodes"] == before
-
-
 @states("What can't be read while warming is counted and named, and `--wait` fails.")
 def test_what_cannot_be_read_is_counted_and_named(here: Mount, faulty: FaultyS3) -> None:
     faulty.add("GET", key="tree/d0/*", code="AccessDenied")

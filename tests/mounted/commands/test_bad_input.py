@@ -203,18 +203,6 @@ def test_a_directory_inside_a_mount(attempts: Attempts, mounter: Mounter, by_lin
     assert attempts.refused() == f"FUSEFS_RUNTIME_DIRECTORY: {inside} {why_not}"
 
 
-def test_a_mountpoint_in_use(mounter: Mounter) -> None:
-    first = mounter()
-    pid = first.pid
-    where = first.source, first.path, "--endpoint-url", first.endpoint_url
-    result = fusefs("mount", *where, environment=first.environment, check=False)
-    (line,) = result.stderr.splitlines()
-    assert result.returncode == 1
-    assert line.startswith(f"fusefs: {first.path} is already a mount")
-    assert first.pid == pid
-    assert os.listdir(first.path) == []
-
-
 def test_a_cache_directory_that_is_none(attempts: Attempts) -> None:
     attempts.cache.write_text("")
     assert str(attempts.cache) in attempts.refused()

@@ -329,17 +329,3 @@ def test_status_counts_what_was_read_and_tells_about_the_daemon(
     registration = registry.registration_of(one.path)
     assert registration.directory.stat().st_mode & 0o777 == 0o700
     assert registration.socket.stat().st_mode & 0o777 == 0o600
-
-
-def test_status_of_a_stopped_daemon_says_so(mounter: Mounter) -> None:
-    one = mounter()
-    pid = one.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        status = json.loads(fusefs("status", one.path, "--json").stdout)
-        assert status["daemon"]["pid"] == pid
-        assert "not_answering" in status
-        assert f"not answering, pid {pid}" in fusefs("status", one.path).stdout
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    one.end()

@@ -71,26 +71,6 @@ def outcome(action: Callable[[], Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"cut_after": 300_000},
-        {"short": 300_000},
-        {"code": "SlowDown"},
-        {"code": "InternalError"},
-        {"code": "ExpiredToken"},
-        {"status": 502, "body": b"<html>"},
-    ],
-)
-def test_a_fault_that_passes_is_not_noticed(
-    folder: Folder, faulty: FaultyS3, fault: dict[str, Any]
-) -> None:
-    path = folder.put("big", BIG)
-    rule = faulty.add("GET", times=2, **fault)
-    assert path.read_bytes() == BIG
-    assert rule.used == 2
-
-
 @states(
     "A server that can't be reached, fails or throttles for longer than `--retry-time` is EIO; it"
     " is never taken for a missing object."
@@ -192,9 +172,3 @@ def test_a_failed_read_is_one_line_in_the_log(folder: Folder, faulty: FaultyS3) 
     assert len(lines) == 1
     for part in ("GET", folder.key("a"), "403", "AccessDenied", REQUEST_ID):
         assert part in lines[0]
-
-
-def test_no_secret_gets_into_the_log(whole: Mount, shared: Bucket) -> None:
-    text = whole.log.read_text()
-    assert shared.server.secret_key not in text
-    assert "Signature=" not in text

@@ -196,7 +196,10 @@ def test_a_cache_on_an_overlay_of_several_file_systems_is_read_through_the_daemo
         mount.end()
 
 
-@states("Reading a passthrough file or its mapping needs no daemon.")
+@states(
+    "Reading a passthrough file or its mapping needs no daemon.",
+    "A file that is read by passthrough is read on while there is no daemon, without a pause.",
+)
 def test_reads_go_on_while_the_daemon_is_stopped(passing: Mount, folder: Bucket) -> None:
     data = stamped(1, LARGE)
     folder.put("file", data)

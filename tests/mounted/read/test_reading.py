@@ -163,14 +163,6 @@ def test_a_mapping_shows_the_objects_bytes_in_random_pages(world: World, flags: 
         assert view[-200:] == data[-200:]
 
 
-def test_a_private_mapping_can_be_written_without_touching_the_file(world: World) -> None:
-    path = world.path / "small.bin"
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
-        view[0:4] = b"mine"
-        assert view[0:4] == b"mine"
-    assert path.read_bytes() == world.expected("small.bin")
-
-
 def test_a_mapping_outlives_its_descriptor_as_in_c(world: World) -> None:
     data = world.expected(BIG)
     with mapped(world.big) as mapping:

@@ -82,24 +82,15 @@ def test_a_sparse_file_is_all_data(path: Path) -> None:
             file.seek(1 << 20, os.SEEK_DATA)
 
 
-def test_space_is_allocated_and_the_file_is_longer(
-    mount: Mount, path: Path, shared: Bucket
-) -> None:
-    with open(path, "wb", buffering=0) as file:
-        file.write(b"ab")
-        os.posix_fallocate(file.fileno(), 0, 10_000)
-        assert os.fstat(file.fileno()).st_size == 10_000
-    assert content_of(shared, mount, path) == b"ab" + bytes(9_998)
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
+        (0, b"x" * 20_000 + bytes(15_000)),
         (KEEP_SIZE, b"x" * 20_000),
         (KEEP_SIZE | PUNCH_HOLE, b"x" * 100 + bytes(10_000) + b"x" * 9_900),
         (ZERO_RANGE, b"x" * 100 + bytes(10_000) + b"x" * 9_900),
     ],
-    ids=["kept size", "punched", "zeroed"],
+    ids=["longer", "kept size", "punched", "zeroed"],
 )
 def test_a_range_is_allocated_punched_or_zeroed(
     mount: Mount, path: Path, shared: Bucket, mode: int, expected: bytes
@@ -107,8 +98,9 @@ def test_a_range_is_allocated_punched_or_zeroed(
     with open(path, "wb", buffering=0) as file:
         file.write(b"x" * 20_000)
         os.fsync(file.fileno())
-        start, size = (30_000, 5000) if mode == KEEP_SIZE else (100, 10_000)
+        start, size = (30_000, 5000) if mode in (0, KEEP_SIZE) else (100, 10_000)
         allocate(file.fileno(), mode, start, size)
+        assert os.fstat(file.fileno()).st_size == len(expected)
     assert path.read_bytes() == content_of(shared, mount, path) == expected
 
 

@@ -102,15 +102,6 @@ def test_what_replaces_a_file_while_its_directory_is_renamed_stays(
     assert stored(bucket, "new/b") == b"ours"
 
 
-def test_the_token_of_a_change_is_no_attribute(mount: Callable[..., Mount]) -> None:
-    made = mount()
-    file = made.path / "file"
-    file.write_bytes(b"x")
-    os.setxattr(file, "user.mine", b"1")
-    assert "user.mine" in os.listxattr(file)
-    assert not [name for name in os.listxattr(file) if "change" in name]
-
-
 @states(
     "A writable mount tries once a day what the store honours, with a few requests for an"
     " object below `.fusefs-probe`, a name that no mount shows and that cannot be created;"

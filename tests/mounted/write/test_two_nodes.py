@@ -7,7 +7,6 @@ import mmap
 import os
 import random
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, fus
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.sharing import PATIENCE_S, in_storms
+from tests.support.sharing import in_storms
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("as_owner")]
@@ -292,29 +291,6 @@ def test_an_edit_of_what_was_replaced_is_told_and_kept(
     assert stored(both.bucket, "file") == b"theirs"
     assert [kept[:4] for kept in both.conflicts("file")] == [b"ours"]
     assert (one / "file").read_bytes() == b"theirs"
-
-
-def test_two_nodes_edit_at_the_same_time(nodes: MakeNodes) -> None:
-    both = nodes(file=b"0" * 100)
-    done: list[tuple[Path, bool]] = []
-    opened = threading.Barrier(2, timeout=PATIENCE_S)
-
-    def work(path: Path) -> None:
-        def change() -> None:
-            with open(path / "file", "r+b") as file:
-                opened.wait()
-                file.write(name_of(path).encode())
-
-        done.append((path, is_stale(change)))
-
-    both.both(work)
-    kept = [stored(both.bucket, "file"), *both.conflicts("file")]
-    told = [path for path, stale in done if stale]
-    assert len(told) == 1
-    assert len(kept) == 2
-    for path, stale in done:
-        [content] = [one for one in kept if one.startswith(name_of(path).encode())]
-        assert (content == kept[0]) is not stale
 
 
 @states(

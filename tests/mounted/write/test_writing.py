@@ -35,17 +35,6 @@ def place(mount: Mount, folder: Bucket) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", [0, 1, 100_000, 9 << 20, 20_000_001])
-def test_a_closed_file_is_in_the_bucket(place: Path, folder: Bucket, size: int) -> None:
-    content = os.urandom(size)
-    path = place / "new"
-    path.write_bytes(content)
-    assert stored(folder, "new") == content
-    assert path.read_bytes() == content
-    assert os.listdir(place) == ["new"]
-    assert path.stat().st_size == size
-
-
 @states(
     "`close` and `fsync` return when the bucket has what was written, apart from closes of"
     " temporary files, and of files that are appended to again and again; an object appears whole"

@@ -50,6 +50,12 @@ GPU = {"name": "gpu", "nodeSelector": {"pool": "gpu"}}
 CACHE = {"url": "s3://cache/p", "secretName": "cache-secret"}
 STORE_SECRET = "fusefs-csi-store-secret"
 KEYS = "csi.storage.k8s.io/provisioner-secret-"
+OPENSHIFT: dict[str, Any] = {
+    "namespace": {"create": True},
+    "openshift": {"enabled": True},
+    "selinux": {"type": "spc_t"},
+    "networkPolicy": {"enabled": True},
+}
 
 
 # Values, and the components that they stand for.
@@ -79,23 +85,9 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["network-policy-cilium", "aws-pod-identity"],
     ),
-    "openshift": (
-        {
-            "namespace": {"create": True},
-            "openshift": {"enabled": True},
-            "selinux": {"type": "spc_t"},
-            "networkPolicy": {"enabled": True},
-        },
-        ["network-policy", "openshift", "selinux", "surge"],
-    ),
+    "openshift": (OPENSHIFT, ["network-policy", "openshift", "selinux", "surge"]),
     "openshift with newer kernels": (
-        {
-            "namespace": {"create": True},
-            "openshift": {"enabled": True},
-            "selinux": {"type": "spc_t"},
-            "networkPolicy": {"enabled": True},
-            "surge": False,
-        },
+        {**OPENSHIFT, "surge": False},
         ["network-policy", "openshift", "selinux"],
     ),
     "openshift with cilium": (

@@ -9,7 +9,6 @@ from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import StoreError
 from fusefs.store.s3 import list as lister
 from fusefs.store.s3.store import S3Store
-from tests.support.mounting import Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -134,11 +133,3 @@ async def test_a_list_that_cannot_be_parsed_fails_soon(
             await store.list_page("")
         # However soon the time is over, the answer may have been cut.
         assert store.counters()["retries"] == 1
-
-
-def test_a_mount_of_what_redirects_is_refused_with_the_target(
-    faulty: FaultyS3, mounter: Mounter
-) -> None:
-    faulty.add(status=307, headers={"location": "https://s3.example.org/"})
-    with pytest.raises(AssertionError, match=r"redirects to https://s3\.example\.org"):
-        mounter(endpoint_url=faulty.endpoint_url)

@@ -114,12 +114,15 @@ async def test_a_small_range_is_one_request(store: S3Store, key: str, size: int)
         {"code": "SlowDown"},
         {"code": "InternalError"},
         {"code": "RequestTimeout"},
+        {"code": "ExpiredToken"},
+        {"status": 502, "body": b"<html>"},
     ],
 )
-async def test_a_small_range_that_breaks_is_requested_again(
-    store: S3Store, faulty: FaultyS3, fault: dict[str, Any]
+@pytest.mark.parametrize("size", [LARGE, len(BODY) - START], ids=["small", "large"])
+async def test_a_range_that_breaks_is_requested_again(
+    store: S3Store, faulty: FaultyS3, fault: dict[str, Any], size: int
 ) -> None:
     await store.check("")
-    rule = faulty.add("GET", times=1, **fault)
-    assert await small(store) == BODY[START : START + LARGE]
-    assert rule.used == 1
+    rule = faulty.add("GET", times=2, **fault)
+    assert await small(store, size=size) == BODY[START : START + size]
+    assert rule.used == 2

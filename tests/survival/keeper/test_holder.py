@@ -73,14 +73,6 @@ def is_held(path: str, kept: Kept) -> Callable[[], bool]:
     return lambda: names(path) == [name]
 
 
-def test_a_keeper_leaves_a_copy_and_takes_it_back_when_it_ends(kept: Kept, service: str) -> None:
-    kept.start(supervisor=service, number=NUMBER)
-    until(is_held(service, kept))
-    kept.umount()
-    assert kept.wait() == 0
-    until(lambda: names(service) == [])
-
-
 def test_a_mount_that_was_detached_is_no_longer_held(kept: Kept, service: str) -> None:
     kept.start({"on_sigterm": "exit"}, supervisor=service, number=NUMBER)
     until(is_held(service, kept))

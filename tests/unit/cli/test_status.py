@@ -124,7 +124,10 @@ def test_a_mount_is_shown_once_however_often_it_is_bound_elsewhere(
     monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: [mounted, bound])
     registry.register(mounted.mountpoint, mounted.source, sleeper.pid)
     assert run("status", "--json") == 1  # no daemon answers
-    assert [one["mountpoint"] for one in json.loads(capsys.readouterr().out)] == ["/mnt/a"]
+    [found] = json.loads(capsys.readouterr().out)
+    assert (found["mountpoint"], found["daemon"]["pid"]) == ("/mnt/a", sleeper.pid)
+    assert run("status") == 1
+    assert f"not answering, pid {sleeper.pid}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_buffered", [True, False])

@@ -32,9 +32,9 @@ from tests.support.waiting import until
 UNKNOWN = {"of_a_newer_driver": "auto"}
 
 
-def a_record(settings: dict[str, str] | None = None) -> MountRecord:
-    texts = settings or {}
-    return MountRecord("key", "volume", "/mounts/key", "s3://b", "me", 1, "", texts, 0.0)
+def a_record(settings: dict[str, str] | None = None, key: str = "key") -> MountRecord:
+    place, source = f"/mounts/{key}", f"s3://{key}"
+    return MountRecord(key, "volume", place, source, "me", 1, "", settings or {}, 0.0)
 
 
 def add_unknown(directory: Path) -> None:
@@ -206,10 +206,6 @@ GOOD: dict[str, Any] = {
 }
 
 
-def record_of(key: str) -> MountRecord:
-    return MountRecord(key, "volume", f"/mounts/{key}", f"s3://{key}", "me", 1, "", {}, 0.0)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -230,7 +226,7 @@ def test_a_daemon_without_a_status_keeps_no_other_volume_from_the_list(
 ) -> None:
     records = MountRecords(tmp_path / MOUNT_RECORDS)
     for key in ("good", "odd"):
-        records.write(key, record_of(key))
+        records.write(key, a_record(key=key))
     table = SimpleNamespace(
         top=lambda path: SimpleNamespace(device=path.name),
         of_device=lambda name: [SimpleNamespace(mountpoint=Path(f"/pods/{name}/mount"))],
