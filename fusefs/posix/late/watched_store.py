@@ -25,6 +25,7 @@ import trio
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, KeyState, UncertainKey, UncertainKeys, boottime
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
+from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import (
     PLAIN,
     UNRECORDED,
@@ -178,12 +179,14 @@ class WatchedStore:
             return failures
 
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
-        """Complete an upload. Needs no record: a late completion fails, as its upload is gone."""
         key = upload.state.key
+        change = Change(PUT, key, (upload.state.metadata.get(CHANGE, ""),))
         if self.uncertain_keys.get(key) is None:
-            return await upload.complete(size, condition)
+            with self.on_record(change):
+                return await upload.complete(size, condition)
         async with self._alone(key, is_covered=self._covers(key, condition)) as held:
-            info = await upload.complete(size, condition)
+            with self.on_record(change):
+                info = await upload.complete(size, condition)
             if not await self._acknowledge_anew(held, info):
                 raise NotFoundError(f"{key} was undone by a late request of this mount")
             return info

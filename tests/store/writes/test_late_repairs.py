@@ -9,12 +9,14 @@ from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKey, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
+from fusefs.store.errors import StoreError
 from fusefs.store.fencing import without_token
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.interface import Expect, ObjectInfo, Write
 from fusefs.store.s3.store import S3Store
+from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_writing import opened
+from tests.support.store_writing import PART, opened
 from tests.support.waiting import eventually
 
 
@@ -45,6 +47,25 @@ async def test_keys_of_a_delete_of_many_without_an_answer_are_uncertain(
     faulty.add("DELETE MANY", lose_answer=True, times=1)
     await WatchedStore(store, late).delete_many("ab")
     assert [entry.key for entry in late] == ["a", "b"]
+
+
+async def test_a_completion_without_an_answer_may_have_made_the_object(
+    bucket: Bucket, faulty: FaultyS3, make_file: MakeFile, tmp_path: Path
+) -> None:
+    file, late = make_file(PART), UncertainKeys(tmp_path / "late", "bucket")
+    async with opened(bucket, faulty, retry_time_s=0.5) as inner:
+        store = WatchedStore(inner, late)
+        upload = await store.begin_upload("file", Write())
+        await upload.send(file.fd, upload.missing(PART), PART)
+        faulty.add("COMPLETE", lose_answer=True)
+        faulty.add("HEAD", "file", status=500, body=b"")
+        with pytest.raises(StoreError):
+            await store.complete(upload, PART, Expect(None))
+        faulty.clear()
+        assert late.may_have_made(await store.head("file"))
+        # The upload's own object, once seen, is the acknowledged one.
+        await store.complete(upload, PART, Expect(None))
+        assert [entry.is_harmless for entry in late] == [True]
 
 
 async def test_a_fault_about_one_key_ends_no_mount(

@@ -29,6 +29,7 @@ TABLE = """
 * unlink-then-made          DELETE a       put a 1    unlink a      put a 2     a=2
   unlink-then-made-equal    DELETE a       put a 1    unlink a      put a 1     a=1
 * large-complete            COMPLETE a     -          put a L       put a 2     a=2
+  large-then-unlink         COMPLETE a     -          put a L       unlink a    -
 * large-part                PART a         -          put a L       put a 2     a=2
 * large-part-copy           PART COPY a    put a LL   edit a        put a 2     a=2
 * put-then-large            PUT a          -          put a 1       put a L     a=L
