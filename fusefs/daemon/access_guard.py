@@ -94,7 +94,7 @@ class AccessGuard:
             if self._since is None:
                 self._record.unlink(missing_ok=True)
             else:
-                self._record.write_text(str(time.monotonic()))
+                self._record.write_text(str(time.monotonic() - trio.current_time() + self._since))
         except OSError as error:
             logger.warning("%s can't be changed: %s", self._record, error.strerror)
 

@@ -177,8 +177,8 @@ def test_two_mounts_of_one_cache_compare_the_same_sums(bucket: Bucket, mounter: 
 
 @states(
     "What was closed and could not be uploaded yet has a checksum as well (but for an edit of a"
-    " large object): if its bytes on the local disk differ they are kept and not uploaded, and"
-    " `fusefs status` and the log say so."
+    " large object, or while a program may have it mapped): if its bytes on the local disk differ"
+    " they are kept and not uploaded, and `fusefs status` and the log say so."
 )
 @pytest.mark.parametrize("durability", ["local", "bucket"])
 def test_what_was_never_uploaded_and_differs_is_kept_and_not_uploaded(

@@ -33,6 +33,7 @@ class Probe:
 
     async def is_refused(self, _prefix: str) -> bool | None:
         self.calls += 1
+        await trio.sleep(1)  # the next daemon is to count from before
         if self.is_closed is False:
             self.answered = trio.current_time()
         return self.is_closed
@@ -55,11 +56,12 @@ def watched(tmp_path: Path, nursery: trio.Nursery) -> Watched:
 
 
 async def test_an_identity_that_is_refused_for_long_is_shut_out(
-    watched: Watched, autojump_clock: MockClock
+    watched: Watched, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     watched.probe.is_closed = True
     await trio.sleep(AFTER_S)
     assert watched.changes == []
+    assert time.monotonic() - float((tmp_path / "refused").read_text()) >= 1
     await trio.sleep(AFTER_S)
     assert watched.changes == [True]
     assert watched.guard.is_shut

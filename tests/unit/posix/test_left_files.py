@@ -12,7 +12,6 @@ from trio.testing import MockClock
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.exclusive import OPEN_S
-from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
 from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
@@ -224,7 +223,7 @@ def is_full(*_: object) -> None:
 async def test_the_last_close_takes_place_on_a_full_disk(
     process: Process, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Also of what was written through a mapping, which no close of a descriptor has kept."""
+    """Also of a mapping's stores, which no close has kept, and where the disk removes nothing."""
     fh = await process.create("file", b"1")
     (staged,) = process.writer.staging
     await process.writer.uploads.wait(staged)
@@ -233,6 +232,8 @@ async def test_the_last_close_takes_place_on_a_full_disk(
     with monkeypatch.context() as context:
         context.setattr(Staging, "record", is_full)
         context.setattr(LineLog, "append", is_full)
+        context.setattr("fusefs.cache.file_cache.FileCache.adopt_uploaded", lambda *_: False)
+        context.setattr(os, "unlink", is_full)
         if how == "held":
             async with process.writer.uploads.locked(staged):
                 process.operations.release(fh)
@@ -247,24 +248,20 @@ async def test_the_last_close_takes_place_on_a_full_disk(
             if how == "written":
                 await process.write(fh, 0, b"2")
             process.operations.release(fh)
-        await eventually(lambda: not process.writer.staging.pending)
+        await eventually(lambda: not len(process.writer.staging))
+    assert staged.error is None
     assert process.store.contents() == {"file": b"2" if how in ("written", "mapped") else b"1"}
 
 
-@pytest.mark.parametrize("is_opened_later", [False, True])
-async def test_stores_through_a_mapping_after_a_failed_upload_are_uploaded(
-    process: Process, monkeypatch: pytest.MonkeyPatch, is_opened_later: bool
-) -> None:
+async def test_stores_through_a_mapping_after_a_failed_upload_are_sent(process: Process) -> None:
     let_upload(process, may=False)
-    fh = await process.create("file", b"content")
+    await leave(process, "file", b"content")
     (staged,) = process.writer.staging
     process.writer.sharing.recall(staged)
-    monkeypatch.setattr(Sharing, "backing_id", lambda *_: 1)
-    staged.may_be_mapped = not is_opened_later
-    with pytest.raises(OSError, match="not now"):
-        await process.close(fh)
-    assert (staged.sum is not None) == is_opened_later
+    process.writer.sharing.backing_id = lambda _: 1  # type: ignore[method-assign]
     process.writer.open_staged(staged.inode, os.O_RDWR, process.caller())
+    with pytest.raises(StoreError):
+        await process.writer.uploads.wait(staged)
     os.pwrite(staged.fd, b"stored!", 0)
     let_upload(process, may=True)
     await process.writer.uploads.wait(staged)

@@ -1,6 +1,5 @@
 """Staged files: which wait, which are sent, and what a full disk leaves of them."""
 
-import contextlib
 import errno
 import os
 import stat
@@ -8,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import trio
@@ -179,22 +177,6 @@ def test_two_programs_may_sync_one_file_at_once(
         for done in [threads.submit(write) for _ in range(2)]:
             done.result()
     assert os.listdir(tmp_path) == ["16.json"]
-
-
-@pytest.mark.parametrize("is_locked", [False, True])
-async def test_a_close_succeeds_if_the_disk_removes_nothing(
-    process: Process, monkeypatch: pytest.MonkeyPatch, is_locked: bool
-) -> None:
-    refuse = Mock(side_effect=OSError(errno.EROFS, "read-only"))
-    fh = await process.create("file", b"")
-    (staged,) = process.writer.staging
-    await process.writer.uploads.wait(staged)
-    for owner in (os, Path):
-        monkeypatch.setattr(owner, "unlink", refuse)
-    async with process.writer.uploads.locked(staged) if is_locked else contextlib.nullcontext():
-        process.operations.release(fh)
-    await eventually(lambda: not len(process.writer.staging))
-    assert refuse.called
 
 
 async def test_a_file_that_could_not_be_created_is_nowhere(
