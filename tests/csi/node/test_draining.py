@@ -47,13 +47,8 @@ def test_what_cannot_be_uploaded_in_time_is_uploaded_by_the_next_mount(
     node: Node, data: Bucket, faulty: FaultyS3
 ) -> None:
     target, other = node.target("pod"), node.target("other-pod")
-    volume = {
-        "store": "faulty",
-        "bucket": data.name,
-        "prefix": "a",
-        "retryTime": "1s",
-        "drainTimeout": "2s",
-    }
+    volume = {"store": "faulty", "bucket": data.name, "prefix": "a", "retryTime": "1s"}
+    volume["drainTimeout"] = "2s"
     node.publish("given-up", target, **volume)
     fault = faulty.add("PUT", code="InternalError")
     with pytest.raises(OSError), (target / "kept").open("wb") as file:  # noqa: PT011

@@ -20,6 +20,7 @@ from tests.support.servers.s3_server import ACCESS_KEY
 from tests.support.waiting import until
 
 Code = grpc.StatusCode
+PLACE, ROLE = {"store": "main", "bucket": "bucket"}, "arn:aws:iam::1:role/x"
 BLOCK = csi_pb2.VolumeCapability(block={}, access_mode={"mode": Mode.SINGLE_NODE_WRITER})
 
 
@@ -220,20 +221,10 @@ def test_a_missing_bucket_is_reported(node: Node) -> None:
         ({"volume_capability": capability(flags=("suid",))}, "suid"),
         ({"volume_context": {"store": "main"}}, "bucket"),
         ({"volume_context": {"store": "other", "bucket": "bucket"}}, "store"),
-        ({"volume_context": {"store": "main", "bucket": "bucket", "prefix": "a/../b"}}, "prefix"),
-        ({"volume_context": {"store": "main", "bucket": "bucket", "cacheDir": "/etc"}}, "cacheDir"),
+        ({"volume_context": {**PLACE, "prefix": "a/../b"}}, "prefix"),
+        ({"volume_context": {**PLACE, "cacheDir": "/etc"}}, "cacheDir"),
         ({"secrets": {"accessKeyId": "x"}}, "secret_access_key"),
-        (
-            {
-                "secrets": {},
-                "volume_context": {
-                    "store": "main",
-                    "bucket": "bucket",
-                    "roleArn": "arn:aws:iam::1:role/x",
-                },
-            },
-            "sts-url",
-        ),
+        ({"secrets": {}, "volume_context": {**PLACE, "roleArn": ROLE}}, "sts-url"),
     ],
 )
 def test_bad_input_is_refused_by_name(node: Node, change: dict[str, Any], word: str) -> None:
@@ -242,7 +233,7 @@ def test_bad_input_is_refused_by_name(node: Node, change: dict[str, Any], word: 
         "target_path": str(node.target("pod")),
         "secrets": SECRETS,
         "volume_capability": capability(),
-        "volume_context": {"store": "main", "bucket": "bucket"},
+        "volume_context": PLACE,
     }
     request = csi_pb2.NodePublishVolumeRequest(**(fields | change))
     with refused(Code.INVALID_ARGUMENT, word):

@@ -199,18 +199,9 @@ def in_the_foreground(
     path = directory / "mnt"
     path.mkdir()
     bucket.put("a", b"x")
+    places = ("--endpoint-url", bucket.server.endpoint_url, "--cache-dir", directory / "cache")
     process = subprocess.Popen(
-        [
-            FUSEFS,
-            "mount",
-            f"s3://{bucket.name}",
-            path,
-            "--foreground",
-            "--endpoint-url",
-            bucket.server.endpoint_url,
-            "--cache-dir",
-            directory / "cache",
-        ],
+        [FUSEFS, "mount", f"s3://{bucket.name}", path, "--foreground", *places],
         env={**os.environ, **bucket.server.environment},
         stderr=subprocess.PIPE,
         text=True,

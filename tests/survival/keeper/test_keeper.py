@@ -84,14 +84,6 @@ def test_unmounting_ends_everything(kept: Kept) -> None:
     assert not kept.control.exists()
 
 
-def test_a_keeper_that_is_terminated_unmounts(kept: Kept) -> None:
-    kept.start()
-    kept.process.terminate()
-    assert kept.wait() == 0
-    assert kept.connection_now() is None
-    assert kept.processes() == []
-
-
 def test_a_mount_in_use_ends_with_errors_when_its_daemon_has_left(kept: Kept) -> None:
     kept.start({"on_sigterm": "exit"})
     with blocked_reader(kept) as reader:

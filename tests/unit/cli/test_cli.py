@@ -129,15 +129,8 @@ def start_with(
         (package / "daemon.py").write_text(script)
         monkeypatch.setenv("PYTHONPATH", str(package.parent))
         # Under this session the daemon is started directly.
-        return run(
-            "mount",
-            "s3://bucket",
-            mountpoint,
-            "--log-file",
-            tmp_path / "log",
-            "--session",
-            "pyfuse3",
-        )
+        options = ("--log-file", tmp_path / "log", "--session", "pyfuse3")
+        return run("mount", "s3://bucket", mountpoint, *options)
 
     return start
 

@@ -46,13 +46,6 @@ STATUS: dict[str, Any] = {
 }
 
 
-STATUS_COMMAND = [
-    sys.executable,
-    "-c",
-    "from fusefs.cli.main import main; raise SystemExit(main(['status']))",
-]
-
-
 @pytest.fixture
 def no_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mountinfo, "kernel_mounts", list)
@@ -167,7 +160,7 @@ def test_a_name_is_shown_as_it_is_whatever_it_and_the_locale_are(
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_status_may_have_nowhere_to_go(closed: str) -> None:
     done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}', "sh", *STATUS_COMMAND],
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "fusefs", "status"],
         stderr=subprocess.PIPE,
         check=False,
     )

@@ -203,23 +203,17 @@ async def test_who_waits_goes_on_when_more_are_allowed(nursery: trio.Nursery) ->
 async def test_a_waiting_prefetch_that_a_reader_joins_takes_a_kept_connection(
     nursery: trio.Nursery,
 ) -> None:
+    priority = Priority.PREFETCH
     budget = ConnectionBudget(8, nursery)
-    joined = Priority.PREFETCH
-    holding: list[int] = []
-
-    async def hold(number: int) -> None:
-        async with budget.lease(lambda: joined if number == 6 else Priority.PREFETCH):
-            holding.append(number)
-            await trio.sleep_forever()
-
-    for number in range(7):
-        nursery.start_soon(hold, number)
-        await trio.testing.wait_all_tasks_blocked()
-    assert 6 not in holding
-    joined = Priority.DEMAND
+    holders = Holders(budget, nursery)
+    for number in range(6):
+        await holders.start(f"prefetch {number}", prefetch)
+    await holders.start("joined", lambda: priority)
+    assert "joined" not in holders.holding
+    priority = Priority.DEMAND
     budget.reprioritize()
     await trio.testing.wait_all_tasks_blocked()
-    assert 6 in holding
+    assert "joined" in holders.holding
 
 
 async def test_objects_take_turns(nursery: trio.Nursery) -> None:
