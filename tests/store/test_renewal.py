@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -186,6 +187,21 @@ async def test_what_has_expired_is_not_waited_for_without_end(
         source.be_silent(is_silent=False)
         await read_all(store)
         await write(store)
+
+
+async def test_a_renewal_that_never_ends_is_not_waited_for_again(
+    store: S3Store, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await near_the_end(store, source, 0.5)
+    hanging = threading.Event()
+    monkeypatch.setattr(store.requester.source.access, "renew", hanging.wait)
+    monkeypatch.setattr("fusefs.store.s3.access.SOURCE_LIMIT_S", 1.0)
+    try:
+        with trio.fail_after(SOON_S):
+            await read_all(store)
+    finally:
+        hanging.set()
+    assert source.calls == 2
 
 
 @pytest.mark.parametrize("minutes", [12, 5])

@@ -321,6 +321,7 @@ class AccessSource:
             AttemptError: there are no credentials, they can't be used, or their provider does not
                 answer in time.
         """
+        access = self.access
         try:
             while self.access is None:
                 work = partial(Access, self._settings, self._clock)
@@ -334,6 +335,9 @@ class AccessSource:
                 self._next_renewal = time.monotonic() + AGAIN_S
                 self._nursery.start_soon(self._renew, access)
         except AttemptError as error:
+            if error.failure is SILENT_SOURCE and self.access is access:
+                # The renewal may never end: the next request looks for the credentials anew.
+                self.access, self._renewing = None, SharedCall(self._nursery)
             is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
             if is_lack and self.principal is not None:
                 # There were credentials before: the provider is silent, or the file is rewritten.
