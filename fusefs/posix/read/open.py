@@ -325,7 +325,7 @@ class Opener(MountPart):
         return OpenResult(handle.fh, keep_cache=keep_cache)
 
     def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
-        """If `is_first`, call `_note_opening`: the cache had the file before a program opened it.
+        """Call `_note_opening` if `is_first`: the cache had the file before a program opened it.
 
         The file is pinned by now, so that the files fetched next can't evict it.
         """
