@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from contextlib import suppress
 
 import trio
 
@@ -92,7 +93,8 @@ class Hedging:
                 engine.nursery.start_soon(self._watch)
         completion = await first.completed_or_slow()
         if completion is None and not first.has_begun and self.take():
-            return await self._race(engine, request, first)
+            with suppress(OSError):  # no descriptor is free for a second GET
+                return await self._race(engine, request, first)
         completion = completion or await first.completed()
         self.note_first_byte(completion.first_byte_s or completion.last_byte_s)
         return first
@@ -110,13 +112,13 @@ class Hedging:
 
     async def _race(self, engine: Engine, request: Request, first: Transfer) -> Transfer:
         began, has_won = trio.current_time(), False
-        second = engine.submit(request)
 
         async def complete(one: Transfer, other: Transfer) -> None:
             if _stands(await one.completed()):
                 other.cancel()
 
         try:
+            second = engine.submit(request)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(complete, first, second)
                 nursery.start_soon(complete, second, first)

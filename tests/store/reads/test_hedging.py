@@ -1,5 +1,6 @@
 """A GET that is slow to answer is sent again: one of the two writes, the other is given up."""
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import trio
 
 from fusefs.store.admission.hedging import SHARE
+from fusefs.store.engine.engine import Request, Transfer
 from fusefs.store.errors import StaleVersionError
 from fusefs.store.interface import LARGE, ObjectInfo
 from fusefs.store.s3.store import S3Store
@@ -96,6 +98,26 @@ async def test_the_first_request_wins_if_it_is_answered_first(
         assert (counters["hedged"], counters["hedged_won"]) == (1, 0)
         assert counters["bytes_fetched"] == LARGE
         release(second)
+
+
+async def test_a_second_get_without_a_descriptor_leaves_the_first(
+    shared: Bucket, faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with impatient(shared, faulty) as store:
+        info, hold = await store.head("body"), faulty.hold("GET", "body", 0.0)
+        engine = store.requester.engine
+        submits = iter([engine.submit])
+
+        def submit(request: Request) -> Transfer:
+            for first in submits:
+                return first(request)
+            release(hold)
+            raise OSError(errno.EMFILE, "no descriptor is free")
+
+        monkeypatch.setattr(engine, "submit", submit)
+        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
+        assert store.counters()["bytes_fetched"] == LARGE
+        assert store.requester.connections.in_use == 0
 
 
 async def _expect(store: S3Store) -> None:
