@@ -392,7 +392,10 @@ class Requester:
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
         """Set `is_doubtful` of the key's changes if S3 gave no answer; None: a cancellation."""
-        if call.operation in _WRITES and (failure is None or failure.status in _NO_ANSWERS):
+        # S3's own 503 has a code; a gateway's may mean that the connection to S3 was lost.
+        codeless = failure is not None and failure.status == 503 and not failure.code
+        is_lost = failure is None or failure.status in _NO_ANSWERS or codeless
+        if call.operation in _WRITES and is_lost:
             for change in self.changes:
                 change.is_doubtful |= call.key in change.keys
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,16 +47,25 @@ async def test_a_change_is_known_by_the_token_that_its_caller_took(
     assert (await direct.head("new")).token == renamed.token == described.token
 
 
-@pytest.mark.parametrize(("status", "is_doubtful"), [(502, True), (524, True), (503, False)])
+@pytest.mark.parametrize(
+    ("fault", "is_doubtful"),
+    [
+        ({"status": 502, "body": b""}, True),
+        ({"status": 524, "body": b""}, True),
+        ({"status": 503, "body": b"upstream connect error"}, True),
+        ({"code": "SlowDown"}, False),
+    ],
+)
 async def test_a_gateway_that_gives_up_does_not_say_that_a_change_was_refused(
-    store: S3Store, faulty: FaultyS3, status: int, is_doubtful: bool
+    store: S3Store, faulty: FaultyS3, fault: dict[str, Any], is_doubtful: bool
 ) -> None:
     """524: Cloudflare got no answer in time from the server, which goes on."""
     change = ChangeUnderWay(["file"])
     store.requester.changes.add(change)
-    faulty.add("DELETE", status=status, body=b"", times=1)
+    faulty.add("DELETE", times=1, **fault)
     await store.delete("file")
     assert change.is_doubtful == is_doubtful
+    assert store.counters()["throttled"] == (fault.get("status", 503) == 503)
 
 
 @each_way
