@@ -727,8 +727,6 @@ static void *work(void *argument) {
         if (goes_on)
             await_work(worker);
     }
-    curl_multi_cleanup(worker->multi); /* closes the connections */
-    curl_share_cleanup(worker->share);
     return NULL;
 }
 
@@ -949,6 +947,9 @@ static PyObject *engine_close(Engine *engine, PyObject *unused) {
     Py_BEGIN_ALLOW_THREADS;
     for (int i = 0; workers != NULL && i < engine->worker_count; i++) {
         pthread_join(workers[i].thread, NULL);
+        /* Not by the worker, which may end while `tell` is about to wake it. */
+        curl_multi_cleanup(workers[i].multi); /* closes the connections */
+        curl_share_cleanup(workers[i].share);
         pthread_mutex_destroy(&workers[i].mutex);
     }
     Py_END_ALLOW_THREADS;
