@@ -62,7 +62,7 @@ class EditBase:
         return own
 
     def recover(self, fd: int, start: int, stop: int) -> None:
-        """Find the pages of [start, stop) that are no holes: programs wrote them. Blocks briefly.
+        """Note the pages of [start, stop) in `fd` that are no holes as written. Blocks briefly.
 
         An earlier process wrote them, or a write that failed in its middle.
         """

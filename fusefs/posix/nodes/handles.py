@@ -88,7 +88,7 @@ class HandleTable:
         self.restored[handle.unique] = handle.fh
 
     def adopt_directory(self, handle: DirectoryHandle) -> None:
-        """Add a directory that an earlier process opened; the next read request has its offset."""
+        """Add a directory that an earlier process opened; the next READDIR tells the position."""
         handle.offset = -1
         self.directories[handle.fh] = handle
         handle.inode.served += 1
@@ -127,7 +127,7 @@ class HandleTable:
         self._log.opened(*opened, handle.flags, handle.mode, handle.backing_id)
 
     def close_file(self, fh: int, *, is_logged: bool = False) -> FileHandle | None:
-        """Remove and return a handle; None if it is unknown (a RELEASE may come twice)."""
+        """Remove and return a handle; None if there is none, as a RELEASE may come twice."""
         handle = self.files.pop(fh, None)
         if handle is not None:
             if handle.backing_id:

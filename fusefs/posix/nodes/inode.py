@@ -171,7 +171,7 @@ class Inode:
         return self.children.get(name) if self.children else None
 
     def keeps_pages(self) -> bool:
-        """Return False if the kernel has to drop its pages at this open; later calls say True."""
+        """Return False, once, if the kernel has to drop the file's cached pages at this open."""
         keeps, self.has_other_pages = not self.has_other_pages, False
         return keeps
 
@@ -411,7 +411,7 @@ class StagedFile:
         self.uploaded, self.kept_size = self.changes, size
 
     def mark_uploaded(self, size: int) -> None:
-        """Note that S3 has the first `size` bytes; no close promised the bytes written since."""
+        """Note that S3 has the first `size` bytes; without later changes the file is OPEN again."""
         self.uploaded, self.kept_size = self.sent, size
         if self.is_content_dirty:
             self.since = self.sent_at  # the file has grown meanwhile
@@ -451,20 +451,20 @@ class StagedFile:
         return found.st_size, found.st_mtime_ns
 
     def note_stores(self) -> None:
-        """Count stores through mappings as a change; the stamp shows them, no request does."""
+        """Count a store through a memory mapping as a change: the `stamp` differs from `clean`."""
         if self.may_be_mapped and not self.is_content_dirty and self.stamp() != self.clean:
             self.writers.add(UNKNOWN_OWNER)
             self.only_appended = False
             self.touch()
 
     def described(self) -> Meta:
-        """The attributes for the object, with the content's present modification time."""
+        """The attributes to send with an upload, with the content's present modification time."""
         # Other metadata, a digest say, is about the old content.
         other = () if self.is_content_dirty else self.meta.other
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """(size, mtime in ns) for the object if only its attributes are to change, else None."""
+        """The object's (size, mtime in ns) to record if its attributes are to change, else None."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None

@@ -116,7 +116,7 @@ class Meta:
 
 
 def process_default() -> Meta:
-    """This process's default attributes for a file whose object has none."""
+    """Attributes for a file whose object has none: this process's user and group, mode 0644."""
     return Meta(stat.S_IFREG | 0o644, os.geteuid(), os.getegid())
 
 

@@ -41,7 +41,7 @@ class _Change:
 
 
 class Closure(_Change):
-    """The two closed prefixes of a rename; `error` is from the last attempt to finish it."""
+    """The two closed prefixes of a rename; `error` ended the last attempt at the rename."""
 
     __slots__ = ("error", "is_kept")
 
@@ -71,10 +71,11 @@ class Closure(_Change):
 
 
 class PrefixLock:
-    """The lock of one mount; `key` returns a directory's prefix. Belongs to the event loop.
+    """Makes changes wait for renames of directories above, and renames for earlier changes.
 
-    `wanted` is set when a rename that has failed should be tried again. If a rename can't be
-    finished now, all changes that wait for it raise the StoreError or OSError of the rename.
+    For the event loop of one mount. `key` returns a directory's prefix. `wanted` is set when a
+    rename that has failed should be tried again. If a rename can't be finished now, all changes
+    that wait for it raise the StoreError or OSError of the rename.
     """
 
     def __init__(self, key: Callable[[Inode], str]) -> None:
@@ -104,7 +105,7 @@ class PrefixLock:
                 pass
 
     async def until_open_at(self, key: Callable[[], str]) -> None:
-        """Do the same as `until_open` for the key `key()`, which a rename may change."""
+        """Wait until no rename blocks changes of the key `key()`, which a rename may change."""
         if not self.is_open_at(key()):
             async with self._changing(lambda: (key(),)):
                 pass
@@ -149,7 +150,7 @@ class PrefixLock:
             self._notify()
 
     def fail(self, closure: Closure, error: Exception) -> None:
-        """Raise `error`, which prevents a rename, in all changes that wait for the rename."""
+        """Make all changes that wait for a rename raise `error`, which prevents the rename."""
         closure.error = error
         self._notify()
 
