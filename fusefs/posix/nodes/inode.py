@@ -389,7 +389,7 @@ class StagedFile:
 
     @property
     def is_closed(self) -> bool:
-        """True if a program relies on the content: it is uploaded even if the mount ends."""
+        """True if a program relies on the content, which is uploaded even if the mount ends."""
         return self.state in (FileState.CLOSED, FileState.LEFTOVER)
 
     @property

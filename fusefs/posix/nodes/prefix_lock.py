@@ -41,7 +41,7 @@ class _Change:
 
 
 class Closure(_Change):
-    """The two closed prefixes of a rename; `error` ended the last attempt at the rename."""
+    """The two prefixes of a rename, closed to changes; `error` ended the last attempt at it."""
 
     __slots__ = ("error", "is_kept")
 
@@ -125,7 +125,7 @@ class PrefixLock:
 
     @asynccontextmanager
     async def closed(self, *names: Name) -> AsyncIterator[Closure]:
-        """Close the prefixes of two names during the block, and longer if the closure `is_kept`."""
+        """Make changes below two names wait during the block, longer if the closure `is_kept`."""
         closure = Closure(next(self._numbers), lambda: self._keys(names))
         self._closures.append(closure)
         try:
@@ -137,13 +137,13 @@ class PrefixLock:
                 self.open(closure)
 
     def close(self, *prefixes: str) -> Closure:
-        """Close the prefixes of a rename that an earlier process has begun."""
+        """Make changes wait below the prefixes of a rename that an earlier process has begun."""
         closure = Closure(next(self._numbers), lambda: prefixes, is_kept=True)
         self._closures.append(closure)
         return closure
 
     def open(self, closure: Closure) -> None:
-        """Reopen the prefixes of a rename that has ended."""
+        """Let the changes go on that waited for a rename, which has ended."""
         closure.is_kept = False
         if closure in self._closures:
             self._closures.remove(closure)
