@@ -165,7 +165,7 @@ class InodeTable:
         return inode
 
     def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:
-        """Count and log a lookup, which may be trusted until `valid_until` (monotonic seconds).
+        """Count and log a lookup of a node; opens rely on it until `valid_until` (monotonic s).
 
         `was_asked` is True if the bucket has just answered for the node.
         """
@@ -320,7 +320,7 @@ class InodeTable:
     def move(
         self, inode: Inode, parent: Inode, name: str, copies: Copies = MappingProxyType({})
     ) -> None:
-        """Rename an inode and everything below it; `copies` has the new objects of the versions."""
+        """Rename an inode and everything below it; `copies` maps old versions to their copies."""
         assert parent.children is not None
         replaced = parent.children.get(name)
         if replaced is not None and replaced is not inode:
@@ -346,7 +346,7 @@ class InodeTable:
         inode.log_to(self._log)
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
-        """Give an inode another key, and the version that the copy has there, None if unknown."""
+        """Give an inode another key and the version `copy`; None: the old one, to be checked."""
         if inode.meta is not None and inode.meta.mtime_ns is None:
             # The copy's Last-Modified is newer; its metadata has the time of the content.
             inode.meta = inode.meta.changed(mtime_ns=inode.object.mtime_ns)
@@ -389,7 +389,7 @@ class InodeTable:
 
 
 def choose_lead(nodes: list[Inode]) -> Inode:
-    """Choose the node with the latest content among a file's nodes, and set it as their `lead`."""
+    """Choose a file's node with the latest content, and make it the `lead` of the others."""
     lead = max(nodes, key=lambda inode: (inode.is_current, inode.staged is not None, inode.nodeid))
     for inode in nodes:
         if inode is not lead:
