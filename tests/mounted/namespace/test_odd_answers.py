@@ -66,17 +66,6 @@ def test_an_odd_entry_of_a_listing_is_hidden_and_the_others_are_there(mounter: M
         assert mount.pid == pid
 
 
-def test_a_directory_behind_a_page_without_entries_is_not_empty(mounter: Mounter) -> None:
-    with FlatS3() as server:
-        server.has_gaps = True
-        server.put("d/a", b"a")
-        mount = mounter(WRITABLE, endpoint_url=server.endpoint_url)
-        with pytest.raises(OSError, match="not empty"):
-            (mount.path / "d").rmdir()
-        (mount.path / "d").rename(mount.path / "e")
-        assert server.contents() == {"e/a": b"a"}
-
-
 def test_odd_headers_of_an_object_end_one_request(mounter: Mounter) -> None:
     odd = {
         "etag": {"ETag": '"a\nb"'},
