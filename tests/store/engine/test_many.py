@@ -109,21 +109,21 @@ async def _survives(tmp_path: Path, count: int) -> None:
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, len(BODY))
     with serving() as url:
-        before: tuple[int, int] | None = None
-        for seed, share in enumerate((count // 3, count)):
+        open_files, used = [], []
+        for seed in range(3):
             async with open_engine(AT_A_TIME) as engine:
-                outcomes = await storm(engine, url, fd, tmp_path / "new", share, seed)
-            assert outcomes.pop("files") > share / 20
+                outcomes = await storm(engine, url, fd, tmp_path / "new", count // 3, seed)
+            assert outcomes.pop("files") > count / 60
             assert not os.listdir(tmp_path / "new"), "of files that nobody took"
-            assert outcomes["sent"] == outcomes["ended"] == share
-            assert outcomes["cancelled"] > share / 10
-            assert outcomes["none"] > share / 3
+            assert outcomes["sent"] == outcomes["ended"] == count // 3
+            assert outcomes["cancelled"] > count / 30
+            assert outcomes["none"] > count / 9
             assert set(outcomes) <= {"sent", "ended", "none", "cancelled", "reset", "short"}
-            after = len(os.listdir("/proc/self/fd")), memory()
-            if before is not None:  # after a first round, which fills what is kept anyway
-                assert after[0] <= before[0]
-                assert after[1] < before[1] + count * 100
-            before = after
+            open_files.append(len(os.listdir("/proc/self/fd")))
+            used.append(memory())
+    # A first round fills what is kept anyway, and a leak is one in each round.
+    assert open_files[2] <= open_files[0]
+    assert min(used[1] - used[0], used[2] - used[1]) < count * 30
     os.close(fd)
 
 
