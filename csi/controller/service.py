@@ -111,7 +111,11 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                 self._refuse_shared(bucket, record)
             record, is_new = _create(bucket, volume, record, request)
             if is_claims and is_new:
-                self._withdraw_if_shared(bucket, volume, record)
+                try:
+                    self._refuse_shared(bucket, record)
+                except FailedPreconditionError as error:  # another cluster just took the prefix
+                    bucket.delete(volume_record.key_of(volume))
+                    raise AbortedError(str(error)) from error
         return csi_pb2.CreateVolumeResponse(
             volume=csi_pb2.Volume(
                 volume_id=str(volume),
@@ -141,14 +145,6 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
                     f" its record s3://{bucket.name}/{key}; the files stay"
                 )
 
-    def _withdraw_if_shared(self, bucket: Bucket, volume: VolumeId, record: VolumeRecord) -> None:
-        """Remove a new record and raise AbortedError if another cluster just took the prefix."""
-        try:
-            self._refuse_shared(bucket, record)
-        except FailedPreconditionError as error:
-            bucket.delete(volume_record.key_of(volume))
-            raise AbortedError(str(error)) from error
-
     def _planned(self, request: csi_pb2.CreateVolumeRequest) -> tuple[VolumeRecord, VolumeId]:
         """Check a request; return record and id of the volume to create; CsiError if refused."""
         if not request.name:
@@ -176,7 +172,12 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
             raise InvalidArgumentError(
                 f"{ON_DELETE}: the driver has no --cluster-id, without which it can only be retain"
             )
-        prefix = fill_in(template, _variables(request))
+        variables = {
+            "pvc.namespace": request.parameters.get("csi.storage.k8s.io/pvc/namespace", ""),
+            "pvc.name": request.parameters.get("csi.storage.k8s.io/pvc/name", ""),
+            "pv.name": request.name,
+        }
+        prefix = fill_in(template, variables)
         attributes = {**parameters, "prefix": prefix}
         location = location_of(attributes, self._stores)
         attributes["store"] = location.store.name
@@ -302,21 +303,12 @@ def _create(
         for name in ("name", "prefix", "deletes", "cluster", "attributes")
         if getattr(found, name) != getattr(record, name)
     ]
-    if not _has_size(found.capacity_bytes, request.capacity_range):
+    size, wanted = found.capacity_bytes, request.capacity_range
+    if size < wanted.required_bytes or 0 < wanted.limit_bytes < size:
         differences.append("size")
     if differences:
         raise AlreadyExistsError(f"volume {volume} exists with another {', '.join(differences)}")
     return found, False
-
-
-def _variables(request: csi_pb2.CreateVolumeRequest) -> dict[str, str]:
-    """Return the values of a prefix template's variables; "" for those that the request lacks."""
-    parameters = request.parameters
-    return {
-        "pvc.namespace": parameters.get("csi.storage.k8s.io/pvc/namespace", ""),
-        "pvc.name": parameters.get("csi.storage.k8s.io/pvc/name", ""),
-        "pv.name": request.name,
-    }
 
 
 def _settings(
@@ -340,8 +332,3 @@ def _size(capacity: csi_pb2.CapacityRange) -> int:
     if required > MAX_BYTES:
         raise OutOfRangeError(f"capacity_range: {required} bytes are over {MAX_BYTES}")
     return required
-
-
-def _has_size(capacity_bytes: int, capacity: csi_pb2.CapacityRange) -> bool:
-    limit = capacity.limit_bytes
-    return capacity.required_bytes <= capacity_bytes and (not limit or capacity_bytes <= limit)

@@ -173,7 +173,11 @@ class Supervisor:
             _say(client, wire.pack(wire.REFUSED, a=errno.EPROTONOSUPPORT))
             message = None
         if message is None:
-            self._see_off(client)
+            self._loop.forget(client.fileno())
+            client.close()
+            for child in self._children.values():
+                if child.keeper is client:
+                    child.keeper = None
             return
         try:
             self._answer(client, message)
@@ -182,13 +186,6 @@ class Supervisor:
             _say(client, wire.pack(wire.REFUSED, a=error.errno or errno.EIO))
         finally:
             _close_all(message.fds)
-
-    def _see_off(self, client: socket.socket) -> None:
-        self._loop.forget(client.fileno())
-        client.close()
-        for child in self._children.values():
-            if child.keeper is client:
-                child.keeper = None
 
     def _answer(self, client: socket.socket, message: KeeperMessage) -> None:
         mount = message.d
@@ -213,17 +210,14 @@ class Supervisor:
             case wire.DROP:
                 _say(client, _counted(message, self._store.drop((mount, message.a))))
             case wire.NEXT:
-                self._say_next(client, message)
+                found = self._store.following((mount, message.a))
+                if found is None:
+                    _say(client, _counted(message, 0))
+                else:
+                    held, fd = found
+                    _say(client, wire.pack(wire.HELD, *held), fd)
             case _:
                 raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
-
-    def _say_next(self, client: socket.socket, message: KeeperMessage) -> None:
-        found = self._store.following((message.d, message.a))
-        if found is None:
-            _say(client, _counted(message, 0))
-        else:
-            held, fd = found
-            _say(client, wire.pack(wire.HELD, *held), fd)
 
     def _of(self, mount: int) -> list[Child]:
         return [child for child in self._children.values() if mount in (0, child.mount)]

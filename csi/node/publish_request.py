@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,7 +84,8 @@ def read_request(
     target = target_of(request.target_path, kubelet_directory, own_directory)
     context = dict(request.volume_context)
     attributes = own(context)
-    is_inline = _is_inline(request.volume_id, context)
+    # Kubelet's own key says so if the CSIDriver object has podInfoOnMount; the id always does.
+    is_inline = context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(request.volume_id))
     location = {name: value for name, value in attributes.items() if name in LOCATION_KEYS}
     return PublishRequest(
         request.volume_id,
@@ -100,14 +100,6 @@ def read_request(
         without_location(attributes),
         tuple(capability.mount.mount_flags),
     )
-
-
-def _is_inline(volume_id: str, context: Mapping[str, str]) -> bool:
-    """True if the volume is inline, in a pod's manifest.
-
-    Kubelet's own key says so if the CSIDriver object has podInfoOnMount; the id always does.
-    """
-    return context.get(EPHEMERAL) == "true" or bool(_INLINE_ID.fullmatch(volume_id))
 
 
 def target_of(text: str, kubelet_directory: Path, own_directory: Path) -> Path:

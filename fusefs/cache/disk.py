@@ -400,7 +400,8 @@ def _prepare(directory: Path) -> None:
                 " remove it, or choose another with --cache-dir"
             )
         return
-    if any(not _is_harmless(entry.name) for entry in directory.iterdir()):
+    names = {entry.name for entry in directory.iterdir()} - {"lost+found"}
+    if not all(name.startswith("format.") for name in names):
         raise CacheDirectoryError(
             f"{directory} is not empty, and is not a cache of fusefs: choose another with"
             " --cache-dir"
@@ -409,8 +410,3 @@ def _prepare(directory: Path) -> None:
     directory.chmod(0o700)
     # Written atomically and durably: at a power cut the directory may have a staged file already.
     files.replace(mark, FORMAT_MARK, is_durable=True, suffix=f".{os.getpid()}")
-
-
-def _is_harmless(name: str) -> bool:
-    """True if an otherwise empty cache directory may contain an entry of this name."""
-    return name == "lost+found" or name.startswith("format.")

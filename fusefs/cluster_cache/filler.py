@@ -173,11 +173,6 @@ class Filler:
             await trio.sleep(REST_S)
             now = trio.current_time()
 
-    @property
-    def _may_store(self) -> bool:
-        # True even while the breaker is open: bad blocks are to be replaced.
-        return self._tier.is_open and trio.current_time() >= self._paused_until
-
     async def finish(self, file: CacheFile, start: int, stop: int) -> int:
         """Store the queued blocks of [start, stop) of a pinned file now, and wait for them.
 
@@ -199,7 +194,10 @@ class Filler:
         if block not in self._under_way:
             async with self._job_slots:
                 if block in self._queue and block not in self._under_way:
-                    return self._may_store and await self._bring(self._queue.pop(block))
+                    # Even while the breaker is open: bad blocks are to be replaced.
+                    if not self._tier.is_open or trio.current_time() < self._paused_until:
+                        return False
+                    return await self._bring(self._queue.pop(block))
             # The filler or another job is storing the block, or the block was dropped.
             fill = self._under_way.get(block, fill)
         return await fill.ended()

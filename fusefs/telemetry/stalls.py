@@ -88,7 +88,10 @@ class Stalls:
         if at is None:
             at = time.monotonic()
         if at >= self._due:
-            self._take_snapshot(at)
+            self._due = at + SNAPSHOT_EVERY_S
+            self._snapshots.append((at, self.totals(at).stalled))
+            while len(self._snapshots) > 1 and self._snapshots[1][0] <= at - KEPT_S:
+                self._snapshots.popleft()
         for cause in causes:
             counted = self._causes[cause]
             elapsed = at - counted.changed
@@ -118,13 +121,6 @@ class Stalls:
             stalled.append(counted.stalled + elapsed)
             wait.append(counted.wait + counted.waiters * elapsed)
         return Pressure(tuple(stalled), tuple(wait))
-
-    def _take_snapshot(self, now: float) -> None:
-        """Store the stalled times of this moment, and drop old snapshots."""
-        self._due = now + SNAPSHOT_EVERY_S
-        self._snapshots.append((now, self.totals(now).stalled))
-        while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - KEPT_S:
-            self._snapshots.popleft()
 
     def _stalled_at(self, then: float, now: float, stalled: tuple[float, ...]) -> list[float]:
         """Return the stalled times at `then`, interpolated between two snapshots."""

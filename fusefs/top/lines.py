@@ -96,7 +96,8 @@ def advice(mount: Rates) -> list[str]:
 
 
 def s3_text(mount: Rates) -> str:
-    text = f"S3 {mount.s3_s:.0f}/s"
+    requests_s = sum(operation.per_s for operation in mount.s3_requests.values())
+    text = f"S3 {requests_s:.0f}/s"
     for rate, label in (
         (mount.s3_errors_s, "errors"),
         (mount.s3_throttled_s, "throttled"),

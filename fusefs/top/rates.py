@@ -73,10 +73,6 @@ class Rates:
     cpu: float = 0.0
     memory_bytes: float = 0.0
 
-    @property
-    def s3_s(self) -> float:
-        return sum(operation.per_s for operation in self.s3_requests.values())
-
 
 def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
     """Return the rates between two answers of one mount; without `before` the rates are 0.
