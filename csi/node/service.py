@@ -148,18 +148,16 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         descriptor, because the keepers end with this process' container.
         """
         if self._mounts.supervisor.address.is_needed:
-            self._wait_until_held(time.monotonic() + HELD_S)
+            if self._mounts.not_held():
+                log.info("waiting until all mounts are held by the daemons' container")
+            deadline = time.monotonic() + HELD_S
+            while missing := self._mounts.not_held():
+                if time.monotonic() > deadline:
+                    log.error("the end of the keepers may end %s", ", ".join(missing))
+                    break
+                time.sleep(HELD_POLL_S)
         self._reconciler.stop()
         self._collector.stop()
-
-    def _wait_until_held(self, deadline: float) -> None:
-        if self._mounts.not_held():
-            log.info("waiting until all mounts are held by the daemons' container")
-        while missing := self._mounts.not_held():
-            if time.monotonic() > deadline:
-                log.error("the end of the keepers may end %s", ", ".join(missing))
-                return
-            time.sleep(HELD_POLL_S)
 
     # --- publish ---
 
@@ -167,7 +165,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self, request: Request, context: grpc.ServicerContext
     ) -> csi_pb2.NodePublishVolumeResponse:
         ends = end_of(context)
-        publish = read_request(request, self._configuration.kubelet_directory, self._own)
+        directories = self._configuration.kubelet_directory, self._configuration.mounts_directory
+        publish = read_request(request, *directories)
         while True:
             with self._claims.claim(publish.volume_id, ends):
                 cold = self._publish_if_warm(request, publish, ends)
@@ -486,14 +485,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
     def _published_path(self, text: str) -> Path:
         """Return a target path; raise VolumeNotFoundError if no volume can be published there."""
-        directory = self._configuration.kubelet_directory
+        directories = self._configuration.kubelet_directory, self._configuration.mounts_directory
         try:
-            return target_of(text, directory, self._own)
+            return target_of(text, *directories)
         except InvalidArgumentError as error:
             if not text:
                 raise
             raise VolumeNotFoundError(str(error)) from error
-
-    @property
-    def _own(self) -> Path:
-        return self._configuration.mounts_directory

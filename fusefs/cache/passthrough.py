@@ -137,7 +137,11 @@ class PassthroughFiles:
                 del self._registering[file]
             event.set()
         self.ids |= {file: found for file, (found, _) in zip(new, answers, strict=True) if found}
-        self._shrink()
+        while len(self.ids) > self._most:
+            unused = next((file for file in self.ids if not file.pins), None)
+            if unused is None:
+                break
+            self.drop(unused)
         return [error for _, error in answers if error]
 
     async def wait_for(self, files: Iterable[CacheFile]) -> None:
@@ -201,13 +205,6 @@ class PassthroughFiles:
         """Give back the ids of all files that no program has open."""
         for file in [file for file in self.ids if not file.pins]:
             self.drop(file)
-
-    def _shrink(self) -> None:
-        while len(self.ids) > self._most:
-            unused = next((file for file in self.ids if not file.pins), None)
-            if unused is None:
-                return
-            self.drop(unused)
 
 
 _REASONS = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,19 +46,14 @@ def run(options: argparse.Namespace, flags: Layer, config: str | None) -> int:
     return int(findings.has_problem(found))
 
 
-def settings_of(
-    target: str | None,
-    flags: Layer,
-    config: str | None,
-    environment: Mapping[str, str] = os.environ,
-) -> MountSettings:
+def settings_of(target: str | None, flags: Layer, config: str | None) -> MountSettings:
     """Build settings from `target` (if that is a bucket), flags, environment and settings file."""
     layer = {
         "source": RawValue(target if target and _is_source(target) else _NO_SOURCE, "the source"),
         "mountpoint": RawValue(_NO_MOUNTPOINT, "the mountpoint"),
     }
-    file = config_of(config, environment)
-    return build({**layer, **flags}, from_environment(environment), file)
+    file = config_of(config, os.environ)
+    return build({**layer, **flags}, from_environment(os.environ), file)
 
 
 def _is_source(target: str) -> bool:

@@ -42,9 +42,8 @@ class ClusterCache:
         self._place = settings.cluster_cache
         self._is_signed = bool(key)
         self._domain = Domain(settings.endpoint_url or "", settings.source.bucket, key)
-        self._remote = remote
-        self.tier = ClusterTier(source, self._remote, self._domain, nursery)
-        self.filler = Filler(self.tier, self._remote, self._domain, cache, is_busy)
+        self.tier = ClusterTier(source, remote, self._domain, nursery)
+        self.filler = Filler(self.tier, remote, self._domain, cache, is_busy)
 
     async def run(self) -> None:
         """Open the bucket and then store blocks in it, until cancelled."""

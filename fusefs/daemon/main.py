@@ -150,7 +150,15 @@ class Daemon:
             if self._takeover is not None and not self._takeover.is_fresh:
                 await self._takeover.take()
             await self._open_cache()
-            self.prober = self._prober()
+            why_not = "--no-delete" if self.settings.no_delete else ""
+            self.prober = Prober(
+                self.store,
+                self.settings.source.prefix,
+                self.cache.directory,
+                self._identity,
+                fails_on_conflict=self._is_strict,
+                why_not="a read-only mount" if self.settings.read_only else why_not,
+            )
             await self.prober.recall()
             if self._is_strict and self._is_fresh:
                 await self.prober.require_strict()
@@ -261,20 +269,6 @@ class Daemon:
     @property
     def _is_strict(self) -> bool:
         return self.settings.conflict == Conflict.FAIL and not self.settings.read_only
-
-    def _prober(self) -> Prober:
-        settings = self.settings
-        why_not = "--no-delete" if settings.no_delete else ""
-        if settings.read_only:
-            why_not = "a read-only mount"
-        return Prober(
-            self.store,
-            settings.source.prefix,
-            self.cache.directory,
-            self._identity,
-            fails_on_conflict=self._is_strict,
-            why_not=why_not,
-        )
 
     def _principal_directory(self) -> str:
         """Return the name of the principal's cache subdirectory; raises as `Takeover.recall`."""

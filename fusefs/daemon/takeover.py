@@ -171,17 +171,14 @@ class Takeover:
         """
         if self.taken is None:
             with usable(self._settings.cache_dir):
-                return self._new_journal(), None
+                connection = (
+                    fuse_connection.number_of(self.fd)
+                    or mountinfo.connection_at(str(self._settings.mountpoint))
+                    or 0
+                )
+                _remove_leftovers(self._directory, connection)
+                return Journal(journal.path_of(self._directory, connection)), None
         return await self._read(Journal.resume)
-
-    def _new_journal(self) -> Journal:
-        connection = (
-            fuse_connection.number_of(self.fd)
-            or mountinfo.connection_at(str(self._settings.mountpoint))
-            or 0
-        )
-        _remove_leftovers(self._directory, connection)
-        return Journal(journal.path_of(self._directory, connection))
 
     async def _read(self, function: Callable[[Path], Result]) -> Result:
         connection = fuse_connection.number_of(self.fd) or self._connection

@@ -40,7 +40,14 @@ def write(path: Path, mountpoint: Path | None) -> None:
         CommandError: `mountpoint` is not a mount of fusefs.
     """
     subjects = subject.find_all() if mountpoint is None else [subject.find(mountpoint)]
-    known = Secrets(_secrets_of(subjects))
+    files = []
+    for _, file_path in aws_files():
+        with contextlib.suppress(OSError):
+            files.append(file_path.read_text(errors="replace"))
+    secrets = known_secrets(os.environ, files)
+    for mounted in subjects:
+        secrets += known_secrets(mounted.environment or {}, mounted.files.values())
+    known = Secrets(secrets)
     top = path.name.lstrip(".").partition(".")[0]  # also for a hidden file
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -64,17 +71,6 @@ def _add(tar: tarfile.TarFile, name: str, known: Secrets, content: Any) -> None:
     entry = tarfile.TarInfo(name)
     entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
     tar.addfile(entry, io.BytesIO(data))
-
-
-def _secrets_of(subjects: Sequence[MountSubject]) -> list[str]:
-    files = []
-    for _, path in aws_files():
-        with contextlib.suppress(OSError):
-            files.append(path.read_text(errors="replace"))
-    found = known_secrets(os.environ, files)
-    for mounted in subjects:
-        found += known_secrets(mounted.environment or {}, mounted.files.values())
-    return found
 
 
 def _files(subjects: Sequence[MountSubject]) -> Iterator[tuple[str, Any]]:

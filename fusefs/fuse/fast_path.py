@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from mmap import mmap
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -19,11 +18,9 @@ from fusefs.cache.cached_file import CHECKED_AT_OPEN
 from fusefs.fuse import _fast_path
 from fusefs.fuse.busy_poll import LONGEST_NS, BusyPoll
 from fusefs.fuse.notifier import note_lost_reply
+from fusefs.posix.journal.journal import Journal
 from fusefs.posix.operations import Operations
 from fusefs.telemetry.requests import RequestTimes
-
-if TYPE_CHECKING:
-    from fusefs.posix.journal.journal import Journal
 
 logger = logging.getLogger("fusefs.session")
 

@@ -138,13 +138,12 @@ class Interrupts:
                 await trio.sleep(LOOK_S)
 
     async def _look(self, unique: int, request: WaitingRequest, since: float) -> None:
-        if await self._is_to_end(request, since):
+        found = await self._callers.find_fate(request.pid)
+        if found == UNKNOWN:
+            grace_s = SAVING_GRACE_S if request.opcode in _SAVING else GRACE_S
+            is_to_end = trio.current_time() - since >= grace_s
+        else:
+            is_to_end = found in (IS_KILLED, WAS_KILLED)
+        if is_to_end:
             request.scope.cancel()
             self.forget(unique)
-
-    async def _is_to_end(self, request: WaitingRequest, since: float) -> bool:
-        found = await self._callers.find_fate(request.pid)
-        if found != UNKNOWN:
-            return found in (IS_KILLED, WAS_KILLED)
-        grace_s = SAVING_GRACE_S if request.opcode in _SAVING else GRACE_S
-        return trio.current_time() - since >= grace_s

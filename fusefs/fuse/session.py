@@ -137,7 +137,7 @@ class Session:
         self.times = RequestTimes(OPERATIONS)
         handlers = ReadHandlers(operations)
         self._handlers: dict[int, Handler] = handlers.table | {
-            Opcode.DESTROY: self._destroy,
+            Opcode.DESTROY: lambda _nodeid, _body, _caller: b"",
             Opcode.INTERRUPT: self._interrupt,
         }
         if operations.mutations is not None:
@@ -455,9 +455,6 @@ class Session:
         )
         self._log.negotiated(answer)
         return answer
-
-    def _destroy(self, _nodeid: int, _body: memoryview, _caller: Caller) -> Payload:
-        return b""
 
     def _interrupt(self, _nodeid: int, body: memoryview, _caller: Caller) -> Payload:
         # Requests are read in order, so a request that is not waiting has been answered. With a

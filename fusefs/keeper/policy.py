@@ -312,10 +312,7 @@ class Keeper:
             state.quick_deaths = 0
         elif daemon.is_faulty or not (was_killed(daemon.status) or daemon.is_ending):
             state.quick_deaths += 1
-        self._start_after_delay()
-
-    def _start_after_delay(self) -> None:
-        count = self._state.quick_deaths
+        count = state.quick_deaths
         if count >= MOST_QUICK_DEATHS:
             self._abort(f"{count} daemons in a row did not live")
             return

@@ -201,7 +201,13 @@ def _spawn(
     user = _choose_user(settings, environment)
     settings = _with_owner(settings)
     registry.hand_over(settings.mountpoint, user.uid, user.gid)
-    _prepare_cache(settings.cache_dir, user)
+    cache = settings.cache_dir
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not user.is_own and not any(cache.iterdir()):
+            os.chown(cache, user.uid, user.gid)
+    except OSError as error:
+        raise LaunchError(f"can't use the cache directory {cache}: {error.strerror}") from error
     configuration = _keeper_configuration(settings, user, supervisor, environment)
     if mountinfo.has_automount(settings.mountpoint):
         # Access by the path waits for this mount, except for the automounter's process group.
@@ -251,16 +257,6 @@ def _with_owner(settings: MountSettings) -> MountSettings:
         uid=os.geteuid() if settings.uid is None else settings.uid,
         gid=os.getegid() if settings.gid is None else settings.gid,
     )
-
-
-def _prepare_cache(directory: Path, user: users.User) -> None:
-    """Make the cache directory; a new or empty one gets the daemon's user as its owner."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not user.is_own and not any(directory.iterdir()):
-            os.chown(directory, user.uid, user.gid)
-    except OSError as error:
-        raise LaunchError(f"can't use the cache directory {directory}: {error.strerror}") from error
 
 
 def daemon_command(settings: MountSettings) -> list[str]:
@@ -345,17 +341,13 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float, deadlin
     except ValueError:
         raise LaunchError(f"the daemon answered {line!r} instead of JSON") from None
     if "error" in answer:
-        raise LaunchError(str(answer["error"]), _code_in(answer))
+        try:
+            code = ErrorCode(answer.get("code", ErrorCode.UNAVAILABLE))
+        except ValueError:  # unknown to this version
+            code = ErrorCode.UNAVAILABLE
+        raise LaunchError(str(answer["error"]), code)
     for warning in answer.get("warnings", ()):
         print(f"fusefs: warning: {warning}", file=sys.stderr)
-
-
-def _code_in(answer: dict[str, Any]) -> ErrorCode:
-    """Return the answer's error code; UNAVAILABLE if it is missing or unknown to this version."""
-    try:
-        return ErrorCode(answer.get("code", ErrorCode.UNAVAILABLE))
-    except ValueError:
-        return ErrorCode.UNAVAILABLE
 
 
 def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:

@@ -19,19 +19,15 @@ LONGEST_NAME = 200
 
 def path_of(settings: MountSettings) -> Path | None:
     """Return the path of the log; None for standard error."""
-    if settings.log_file is None and not settings.foreground:
-        return _default(settings.mountpoint)
-    return settings.log_file
-
-
-def _default(mountpoint: Path) -> Path:
-    """Return the default path of a background mount's log: one file for each mountpoint."""
+    if settings.log_file is not None or settings.foreground:
+        return settings.log_file
+    # The default of a background mount: one file for each mountpoint.
     if os.geteuid() == 0:
         directory = Path("/var/log/fusefs")
     else:
         state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         directory = Path(state) / "fusefs"
-    name = os.fsencode("-".join(mountpoint.parts[1:]) or "root")
+    name = os.fsencode("-".join(settings.mountpoint.parts[1:]) or "root")
     return directory / f"{os.fsdecode(name[-LONGEST_NAME:])}.log"
 
 

@@ -317,7 +317,15 @@ class Prefetcher:
 
     async def _fill(self, job: _File, start: int, stop: int) -> bool:
         """Fetch a part into the cache; return False if there is no room for it."""
-        turn, limiter = object(), self._limiter(job.file.size)
+        path, demand = self._downloader.path, self._downloader.demand.count
+        # Each limiter admits what the path to S3 allows now.
+        if job.file.size > SMALL:
+            limiter, width = self._parts, path.width
+        else:
+            limiter = self._small
+            width = min(self._downloader.most_small, round(FILES_PER_SECOND * path.latency_s))
+        limiter.total_tokens = max(LEAST_WIDTH, width - demand)
+        turn = object()
         await limiter.acquire_on_behalf_of(turn)
         try:
             if not job.is_over:
@@ -330,16 +338,6 @@ class Prefetcher:
         finally:
             limiter.release_on_behalf_of(turn)
         return True
-
-    def _limiter(self, size: int) -> trio.CapacityLimiter:
-        """Return the limiter for small or large files; it admits what the path to S3 allows now."""
-        path, demand = self._downloader.path, self._downloader.demand.count
-        if size > SMALL:
-            self._parts.total_tokens = max(LEAST_WIDTH, path.width - demand)
-            return self._parts
-        wanted = min(self._downloader.most_small, round(FILES_PER_SECOND * path.latency_s))
-        self._small.total_tokens = max(LEAST_WIDTH, wanted - demand)
-        return self._small
 
     # What is shown
 

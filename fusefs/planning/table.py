@@ -254,17 +254,14 @@ class Plan:
             self._stray.clear()
         self._stray.append(at)
         if len(self._stray) >= min(JUMP_AFTER, max(2, self._distinct // 4)):
-            self._jump(self._stray)
+            self.low, self.high = min(self._stray), max(self._stray)
+            self.jumps += 1
+            self._seen = set(self._stray)
             self._stray = []
-
-    def _jump(self, opened: Sequence[int]) -> None:
-        self.low, self.high = min(opened), max(opened)
-        self.jumps += 1
-        self._seen = set(opened)
-        while self.low in self._seen:
-            self._seen.discard(self.low)
-            self.low += 1
-        self.is_ignored, self.is_confirmed, self._share = False, True, 1.0
+            while self.low in self._seen:
+                self._seen.discard(self.low)
+                self.low += 1
+            self.is_ignored, self.is_confirmed, self._share = False, True, 1.0
 
     def _judge(self, value: float) -> None:
         self._share += (value - self._share) / RECENT_OPENS

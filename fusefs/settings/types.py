@@ -245,10 +245,6 @@ def _parse_lifetime(text: str) -> float:
         raise ValueError(f"{error}, or indefinite") from None
 
 
-def _parse_ttl(text: str) -> PathRules[float]:
-    return parse_rules(text, _parse_lifetime, METADATA_TTL_S)
-
-
 def _parse_durability(text: str) -> PathRules[Durability]:
     def read(name: str) -> Durability:
         try:
@@ -446,7 +442,7 @@ SILENCE = at_least(2.0, DURATION)
 LIFETIME = SettingType("TIME", _parse_lifetime, format_duration, takes_numbers=True)
 TTL = SettingType(
     "TIME[:PATTERN],…",
-    _parse_ttl,
+    lambda text: parse_rules(text, _parse_lifetime, METADATA_TTL_S),
     lambda rules: rules.shown(format_duration),
     takes_numbers=True,
     further=re.compile(r"(\d[\d.]*[a-z]*|indefinite)(:|$)"),

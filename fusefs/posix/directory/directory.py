@@ -6,16 +6,12 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
 import trio
 
 from fusefs.posix.directory.segment import Segment, is_stored
+from fusefs.posix.directory.walk import Walk
 from fusefs.posix.nodes import names
-
-if TYPE_CHECKING:
-    from fusefs.posix.directory.walk import Walk
-
 
 # The first generations of new directories, far apart: no two directories ever share one.
 _GENERATIONS = count(0, 1 << 32)
