@@ -29,7 +29,10 @@ PREEMPTION_NS = 200_000
 
 
 class BusyPoll:
-    """The account of polled waits; allows none on one processor. Belongs to the event loop."""
+    """Decides by its account which waits are polled. Belongs to the event loop.
+
+    On one processor no wait is polled.
+    """
 
     def __init__(self) -> None:
         self._has_processors = len(os.sched_getaffinity(0)) > 1

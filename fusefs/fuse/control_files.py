@@ -72,7 +72,7 @@ class ControlFiles:
     ) -> tuple[dict[int, Handler], dict[int, Handler]]:
         """Return two tables of handlers by opcode: one for ordinary nodes, one for control files.
 
-        `others` is the table of ordinary nodes without control files.
+        `others` is the table without control files; the first result also finds `.fusefs`.
         """
         look_up, name = others[Opcode.LOOKUP], f"{PRIVATE}\0".encode()
 
@@ -174,7 +174,7 @@ class ControlFiles:
     async def _accept(
         self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
     ) -> None:
-        """Call `work` for a text; after an OSError, refuse the text's later data with EINVAL."""
+        """Await `work(*data)` for a text; once that has raised OSError, all data get EINVAL."""
         async with text.lock:
             if text.why:
                 raise OSError(errno.EINVAL, text.why)
@@ -189,7 +189,7 @@ class ControlFiles:
 
 
 class _Text:
-    """A plan or list being written; `why` is the reason of a refusal, `lock` orders writes."""
+    """A plan or list that a program writes; `why` it was refused, or ""; `lock` orders writes."""
 
     def __init__(self, ask: Ask, nodeid: int) -> None:
         self.nodeid = nodeid

@@ -1,6 +1,6 @@
 """Calls the compiled code (fast_path.c) that answers requests about files in the cache ("warm").
 
-While the journal is off or is being rewritten, Python answers these requests, by the same rules.
+While the journal (posix/journal/) is off or being compacted, Python answers by the same rules.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FastPathReader:
     def begin(self) -> bool:
         """Allow compiled code another `MOST_AT_ONCE` requests, after other tasks have run.
 
-        Returns False if Python must answer all requests, because there is no plain journal now.
+        Returns False if Python must answer all requests, as the journal is off or being compacted.
         """
         self.update()
         self._left = MOST_AT_ONCE

@@ -61,7 +61,7 @@ class ProcessInspector(Protocol):
         """The PID namespace of the keeper and of requests' pids; 0 if the keeper can't inspect."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Return `callers.fate(pid)`, or with an inode number `callers.holding(pid, ino)`."""
+        """Have the keeper call `callers.fate(pid)`, or with `ino` `callers.holding(pid, ino)`."""
 
 
 class Callers:

@@ -151,7 +151,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self._operations.release(fh)
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """Wait for a directory's pending removals; new names are as durable as their objects."""
+        """Wait for a directory's removals in the bucket; a new name is as durable as the object."""
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return
@@ -352,7 +352,7 @@ async def _answer(answer: Answer[T]) -> T:
 
 
 class _Pyfuse3Entries:
-    """The buffer of one READDIRPLUS reply of pyfuse3; all entries have their inodes."""
+    """The buffer of one READDIRPLUS reply of pyfuse3, which takes only entries with inodes."""
 
     is_plus = True
     is_empty = True

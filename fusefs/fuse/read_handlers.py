@@ -2,7 +2,7 @@
 
 A handler gets the node id, the request's body and the caller. It returns the reply, None
 if the request gets no reply, or a coroutine that returns the reply or None. Errors are
-raised as OSError. Packed attributes are cached in their inode.
+raised as OSError or StoreError. Packed attributes are cached in their inode.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ class ReadHandlers:
         return head + (inode.packed or self.pack(inode))
 
     def pack(self, inode: Inode) -> bytes:
-        """Pack an inode's attributes (fuse_attr); cache the result in the inode if it is stable."""
+        """Pack an inode's attributes (fuse_attr), and cache the result in the inode.
+
+        Not cached: attributes of a staged file, or of a node with a `lead`, which may change.
+        """
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)
         packed = protocol.ATTR.pack(

@@ -343,12 +343,12 @@ class Session:
             nursery.start_soon(self._answer_later, unique, waiting, result)
 
     def _sends(self, unique: int, at: InFile) -> bool:
-        """Let the `ReplyThread` reply with bytes of a file; False if it can't."""
+        """Let the `ReplyThread` answer a READ from a file; False if the thread can't take it."""
         fd = at.file.fd
         return fd >= 0 and self._replies.send(unique, at.fh, fd, at.offset, at.size, at.flags)
 
     def _give_back(self, unique: int, fh: int, offset: int, size: int) -> None:
-        """Schedule the answer to a READ that the `ReplyThread` gives back. Runs in that thread."""
+        """Have the event loop answer a READ that the `ReplyThread` cannot. Runs in that thread."""
         assert self._token is not None
         self._token.run_sync_soon(self._read_again, unique, fh, offset, size)
 
