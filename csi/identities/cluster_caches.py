@@ -51,7 +51,7 @@ class CacheSecrets:
 
     @property
     def proof(self) -> str:
-        """A digest of both secrets, to be used only as input of a keyed hash."""
+        """A digest of credentials and key together, to be used only as input of a keyed hash."""
         lengths = len(self.credentials).to_bytes(8)
         return hashlib.sha256(lengths + self.credentials + self.key).hexdigest()
 

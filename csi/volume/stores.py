@@ -89,7 +89,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The configured stores and `aws`, by their names."""
+    """The S3 servers that a volume may choose by name: `aws` and those of the configuration."""
 
     by_name: Mapping[str, StoreSettings]
 

@@ -302,9 +302,9 @@ class Catalog:
         return [found for found in sums if checksums.is_within(found, start, stop)]
 
     def record(self, rows: Iterable[Row]) -> tuple[list[bool], Total]:
-        """Insert rows, or merge them with the known ones; return a list of booleans and the total.
+        """Insert rows, or merge them with known ones; return which were taken, and the new total.
 
-        False in the list stands for a row that was refused, because another file has the name.
+        A row is not taken (False) if another file has its name. The total is of all mounts' rows.
         """
         with self.transaction():
             sums: list[tuple[int, str, int, bytes]] = []

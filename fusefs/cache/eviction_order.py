@@ -123,7 +123,7 @@ class EvictionOrder:
         self._fetched_at: list[int] = []
 
     def note_time(self, now: float) -> None:
-        """Record the time `now` (seconds since the epoch) with the bytes `fetched` so far."""
+        """Note the number of bytes fetched so far at the time `now` (seconds since the epoch)."""
         if self._times and (self.fetched == self._fetched_at[-1] or now <= self._times[-1]):
             return
         self._times.append(now)

@@ -128,9 +128,10 @@ def requests(
 def manifest_request(
     file: str, base: Path, shard: tuple[int, int] | None, complain: Callable[[str], None]
 ) -> tuple[WarmRequest, int]:
-    """Send a manifest ("-": standard input); return the job's request and the count of bad lines.
+    """Send the daemon a manifest's paths; return a request to warm them and the count of bad lines.
 
-    `complain` gets a message for each of the first bad lines. Relative paths are below `base`.
+    `file` may be "-" (standard input); relative paths are below `base`. The request, which is not
+    sent, is for `shard` (I, N) of the paths. `complain` gets messages about the first bad lines.
     """
     mountpoint, below = sync.find(base)
     bad = 0

@@ -121,7 +121,7 @@ class _Race:
         self._scopes[name].cancel()
 
     def has(self, name: str) -> bool:
-        """Report that a side has bytes; return False if the other side has already won."""
+        """Note that the side `name`, "s3" or "cluster", has bytes; True if it wins, as the first."""
         if not self.winner:
             self.winner = name
             for other, scope in self._scopes.items():
@@ -186,7 +186,7 @@ class _Lookup:
         self._began = trio.current_time()
 
     async def run(self, blocks: BlockBucket, priority: Urgency) -> None:
-        """Send the request and write the bytes that arrive; raises nothing."""
+        """Get the block from the cluster cache, write it to the sink, and set `outcome`."""
         first, last = self.block.stored_range(self._start, self._stop)
         try:
             with self.race.entered("cluster"):

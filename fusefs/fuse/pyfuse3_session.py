@@ -326,7 +326,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     @contextmanager
     def _request(self, opcode: Opcode, nodeid: int, pid: int = 0) -> Iterator[None]:
-        """Count and time the request that the block answers; `pid` is 0 if libfuse gives none."""
+        """Count and time the request that the `with` body answers; `pid` is 0 if unknown."""
         ACTIVITY.note()
         self.requests += 1
         number, began = self.requests, time.monotonic()

@@ -122,7 +122,10 @@ class Broker:
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
-        """Serve until the keeper dies; return False if another broker becomes the keeper."""
+        """Handle messages of daemon and keeper until the keeper dies; return True to succeed it.
+
+        False in an upgrade whose new daemon was killed: the old daemon's broker succeeds it.
+        """
         self._keeper = keeper
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)

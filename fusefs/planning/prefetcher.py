@@ -140,7 +140,7 @@ class Prefetcher:
             walk.scope.cancel()
 
     def moved(self) -> None:
-        """Wake waiting walks: a reader has moved on, or a plan has grown."""
+        """Wake the plans' tasks: a reader has moved on, a plan has changed, or there is room."""
         self._changed.set()
         self._changed = trio.Event()
 

@@ -65,10 +65,10 @@ COMPACT_FROM = 32 << 20
 
 
 class _Log:
-    """One mapped file to which records are appended: a new log, or the log replayed as `read`.
+    """A log file, mapped into memory, to which records are appended; begun anew without `read`.
 
-    `size` and `crc` are those of the `count` records written so far; the file is allocated
-    up to `limit`.
+    `read` is the replay of its records, after which the log goes on. `size` and `crc` are those of
+    the `count` records so far; the file is allocated up to `limit`.
     """
 
     __slots__ = ("_fd", "count", "crc", "limit", "memory", "path", "size")

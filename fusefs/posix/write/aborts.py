@@ -52,7 +52,7 @@ class PendingAborts(UploadLog):
 
     @property
     def pending(self) -> list[str]:
-        """The keys of the recorded uploads."""
+        """The keys of the multipart uploads on record: to be aborted, or of copies that go on."""
         return list(self._on_record.values())
 
     def begun(self, key: str, upload_id: str) -> None:

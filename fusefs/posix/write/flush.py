@@ -339,7 +339,7 @@ class Flusher(MountPart):
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Let `deferred` send a file's attributes; unstage the file. False if it stays staged."""
+        """Leave a file's attributes to `deferred`, without the file; False if that can't be."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty

@@ -317,8 +317,8 @@ class Writer(MountPart):
     async def not_staged(self, *inodes: Inode | None) -> AsyncIterator[None]:
         """Let no task stage the files of `inodes` within the context; staged files stay staged.
 
-        Opens for writing wait until then. The locks are taken in the order of the node ids, so
-        that two changes of the same names can't deadlock.
+        Opens for writing wait until the context ends. The locks are taken in the order of the node
+        ids, so that two changes of the same names can't deadlock.
         """
         known = {inode.nodeid for inode in inodes if inode is not None}
         async with AsyncExitStack() as stack:

@@ -32,7 +32,7 @@ class Sums(NamedTuple):
 
     @property
     def crc32(self) -> str:
-        """The CRC32 in base64."""
+        """The CRC32 of the body, in base64 as in S3's headers."""
         return encoded(self.crc.to_bytes(4, "big"))
 
     def headers(self) -> dict[str, str]:
