@@ -121,7 +121,7 @@ class _Race:
         self._scopes[name].cancel()
 
     def has(self, name: str) -> bool:
-        """Note that the side `name`, "s3" or "cluster", has bytes; True if it wins, as the first."""
+        """Note that the side `name`, "s3" or "cluster", has bytes; True if it is the first."""
         if not self.winner:
             self.winner = name
             for other, scope in self._scopes.items():
