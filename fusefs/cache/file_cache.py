@@ -535,9 +535,11 @@ class FileCache:
         """Open each closed file in use, for its lock that keeps other mounts off, if possible."""
         closed = [file for file in self.files() if file.pins and file.fd < 0 and file.generation]
         for file in closed:
+            if not file.pins or not file.is_kept:
+                continue
             self.pin_again(file)
             try:
-                if not await self.ensure_open(file):
+                if not await self.ensure_open(file) and file.is_passed_over:
                     return  # without descriptors all others would be read past the cache, too
             finally:
                 self.unpin(file, was_used=False)

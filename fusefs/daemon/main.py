@@ -603,14 +603,16 @@ async def _watch_signals(
     unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
 ) -> None:
     """Handle SIGUSR2 (log) and SIGTERM and SIGINT (unmount, the second time exit)."""
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
-        asked = None
-        async for number in received:
-            if number == signal.SIGUSR2:
-                log_waiting()
-            elif asked is None:
-                await unmount()
-                asked = trio.current_time()
-            elif trio.current_time() >= asked + TOGETHER_S:
-                logger.warning("ending with the mount still in use")
-                os._exit(1)
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
+    with trio.open_signal_receiver(*numbers) as received:
+        async with trio.open_nursery() as nursery:
+            asked = None
+            async for number in received:
+                if number == signal.SIGUSR2:
+                    log_waiting()
+                elif asked is None:
+                    asked = trio.current_time()
+                    nursery.start_soon(unmount)
+                elif trio.current_time() >= asked + TOGETHER_S:
+                    logger.warning("ending with the mount still in use")
+                    os._exit(1)

@@ -32,6 +32,8 @@ def set_up(settings: MountSettings) -> None:
     log_handlers.set_up(settings)
     # The keeper sends SIGUSR1 to a silent daemon, which then logs its stacks even in a busy loop.
     faulthandler.register(signal.SIGUSR1)
+    # systemd ends a session with SIGTERM and SIGHUP.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_limit()
     # Files are created for this user alone, whatever the shell's umask is.
     os.umask(0o077)

@@ -93,10 +93,14 @@ class S3Store:
         """
         where = f"s3://{self.settings.bucket}/{prefix}"
         try:
-            page = await self._page(prefix, "/", "", max_keys=1, retry_time_s=CHECK_TIME_S)
+            page = await self.requester.send(
+                list_call(prefix, "/", "", 1, ""),
+                lambda answer: parse(answer.body, prefix),
+                retry_time_s=CHECK_TIME_S,
+            )
         except StoreError as error:
             raise type(error)(self._in_full(f"can't read {where}", error)) from error
-        self.is_prefix_empty = not (page.objects or page.prefixes)
+        self.is_prefix_empty = not (page.objects or page.prefixes or page.next_token)
 
     def _in_full(self, what: str, error: StoreError) -> str:
         """Return the sentence `what` with the endpoint, the error and any missing right.
@@ -164,7 +168,6 @@ class S3Store:
         *,
         start_after: str = "",
         max_keys: int,
-        retry_time_s: float | None = None,
     ) -> ListPage:
         """Return the next page of a listing in the store's order, empty only at the end.
 
@@ -172,9 +175,7 @@ class S3Store:
         """
         while True:
             call = list_call(prefix, delimiter, start_after, max_keys, token)
-            page = await self.requester.send(
-                call, lambda answer: parse(answer.body, prefix), retry_time_s=retry_time_s
-            )
+            page = await self.requester.send(call, lambda answer: parse(answer.body, prefix))
             if page.last or page.next_token is None:
                 return page
             if page.next_token == token:
