@@ -236,7 +236,6 @@ async def test_the_kernel_believes_for_ever_only_what_no_request_of_a_dead_daemo
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch, unsettled_s: float, valid_s: float
 ) -> None:
     mount.ttl_s = math.inf
-    mount.store.put("file", b"")
     monkeypatch.setattr(UnansweredChanges, "unsettled_s", unsettled_s)
     async with mount.serving() as process:
         for _ in range(2):
