@@ -57,15 +57,8 @@ class Relocator(MountPart):
                     await trio.lowlevel.checkpoint()
         return uncached
 
-    def move_file(
-        self,
-        inode: Inode | None,
-        old_name: Name,
-        new_name: Name,
-        moved: Moved,
-        uncached: set[ObjectVersion],
-    ) -> None:
-        """Rename a file in this mount's state; `moved` has its copy in the bucket, if any."""
+    def move_file(self, inode: Inode | None, old_name: Name, new_name: Name, moved: Moved) -> None:
+        """Rename a file in this mount's state; `moved` has its new object, if there is one."""
         (parent, name), (to, new) = old_name, new_name
         entry = next(iter(moved.values()), None)
         replaced = self._handles.former(to, new)
@@ -103,7 +96,6 @@ class Relocator(MountPart):
         self._directories.changed(self._inodes.key(parent), name, ABSENT)
         assert entry is not None
         self._directories.changed(self._inodes.key(to), new, entry, lasting=is_staged)
-        self._follow(moved, uncached)
 
     def move_directory(self, copies: PrefixCopy, uncached: set[ObjectVersion]) -> None:
         """Rename a directory, with everything below it, in this mount's state."""
@@ -114,7 +106,7 @@ class Relocator(MountPart):
                 file.etag = copies.made[file.key].etag
         moved = copies.by_version()
         self._move_nodes(copies.old, copies.new, moved)
-        self._follow(moved, uncached)
+        self.follow(moved, uncached)
 
     def finish_move(self, old: str, new: str) -> None:
         """Complete a `move_directory` that a kill has interrupted, before handles are restored."""
@@ -158,7 +150,7 @@ class Relocator(MountPart):
             above, name = split_entry(prefix)
             self._directories.correct(self._directories.get(above), name, None)
 
-    def _follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
+    def follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
         """Give open nodes that have lost their names the keys and versions of their copies.
 
         A node that is open for passthrough is separated from its name if its cached file could

@@ -253,7 +253,8 @@ class NameChanges(CreateRemove):
             made = await self._make(inode, staged, entry, described, new, condition)
             moved = {made.source.version: made.new} if made is not None else {}
             is_copy = made is not None and made.sent is None
-            uncached = await self._mover.move_cached(moved if is_copy else {})
+            copied = moved if is_copy else {}
+            uncached = await self._mover.move_cached(copied)
             may_be_there = staged is None or self._may_be_there(staged)
             if may_be_there and not isinstance(entry, Absent):
                 etag = made.source.etag if made is not None and is_copy else (staged or entry).etag
@@ -265,7 +266,8 @@ class NameChanges(CreateRemove):
                 rival.state = FileState.UNLINKED
             if staged is not None:
                 self._stand_for_new_name(staged, made, known_etag)
-            self._mover.move_file(inode, old, new, moved, uncached)
+            self._mover.move_file(inode, old, new, moved)
+            self._mover.follow(copied, uncached)
             self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, made.new if made is not None else None)
         self._let_go(rival)

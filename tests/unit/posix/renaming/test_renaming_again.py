@@ -215,9 +215,7 @@ async def test_what_a_rename_that_failed_was_to_replace_is_uploaded_by_its_close
         assert mount.store.contents() == {"a": b"a", "b": b"E"}
 
 
-async def test_a_rename_that_may_delete_nothing_leaves_both_files_to_be_seen(
-    mount: MortalMount,
-) -> None:
+async def test_a_rename_that_may_delete_nothing_shows_both_files(mount: MortalMount) -> None:
     mount.store.put("a", b"a")
     async with mount.serving() as process:
         assert await process.listing("") == ["a"]
@@ -324,5 +322,4 @@ async def test_a_rename_that_cannot_delete_what_an_unanswered_upload_left_fails(
         mount.store.before = failing(StoreError("refused"), ("DELETE", "a"))
         with pytest.raises(StoreError):
             await process.rename("a", "b", flags=1)
-        assert "a" in mount.store.contents()
-        assert "a" in await process.listing("")
+        assert "a" in {*mount.store.contents()} & {*await process.listing("")}
