@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from tests.support.mounting import WRITABLE, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.sharing import content
-from tests.support.survival.surviving import keeper_status, kill_serving, replace_daemon
+from tests.support.survival.surviving import kill_everything, kill_serving, replace_daemon
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -89,8 +88,8 @@ def test_what_was_never_closed_is_kept_and_its_upload_aborted(
     with subprocess.Popen([sys.executable, "-c", script, str(mount.path / "torn")]) as writer:
         until(lambda: uploads(bucket) == ["torn"])
         # As if the machine went down.
-        os.kill(keeper_status(mount)["pid"], signal.SIGKILL)
-        mount.kill()
+        kill_everything(mount)
+        mount.force()
         writer.kill()
     mount.start()
     until(lambda: uploads(bucket) == [])
