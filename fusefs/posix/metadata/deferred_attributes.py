@@ -14,7 +14,6 @@ with a warning in the log.
 
 from __future__ import annotations
 
-import errno
 import heapq
 import itertools
 import logging
@@ -31,6 +30,7 @@ import trio
 from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.posix.nodes.object_metadata import Meta, read
+from fusefs.posix.tasks import judged
 from fusefs.posix.types import find
 from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -397,8 +397,8 @@ class DeferredAttributes:
         except (StoreError, OSError) as error:
             self._failed(entry, error)
         except Exception as error:  # the next process would meet the fault as well
-            entry.error = OSError(errno.EIO, f"a fault of fusefs: {error!r}")
-            self._lose(entry, f"cannot be changed ({entry.error.strerror})")
+            entry.error = judged(error)
+            self._lose(entry, "cannot be changed")
         else:
             # Shielded: other changes of the key wait until the new version is shown.
             with trio.CancelScope(shield=True):
