@@ -337,7 +337,7 @@ class Uploader(UploadSteps):
         if staged.may_be_mapped:
             # A mapping's store changes the file's time only if its page has been written back.
             with suppress(OSError):  # a disk that is read-only by now can still be read
-                await trio.to_thread.run_sync(os.fdatasync, staged.fd)
+                await trio.to_thread.run_sync(os.fdatasync, staged.fd, limiter=self._disk)
         info = await self.send(staged, attempt.commit)
         base = staged.base
         if base is not None and base.file.is_complete:
