@@ -153,12 +153,10 @@ class Mount:
         """Whatever the test did: no mount and no daemon afterwards."""
         self.force()
         for pid in self._pids:
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except FileNotFoundError:
-                continue
-            if b"fusefs" in command:
-                os.kill(pid, signal.SIGKILL)
+            # It may end at any moment, also between open() and read().
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if b"fusefs" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
 
 
 Mounter = Callable[..., Mount]

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,9 +52,9 @@ def detached(mount: Mount) -> Iterator[tuple[Read, dict[str, int]]]:
 def kill(processes: dict[str, int]) -> None:
     """End what may be left of a mount that is out of sight."""
     for what in ("pid", "broker", "daemon"):
-        path = Path(f"/proc/{processes[what]}/cmdline")
-        if path.exists() and b"fusefs" in path.read_bytes():
-            os.kill(processes[what], signal.SIGKILL)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"fusefs" in Path(f"/proc/{processes[what]}/cmdline").read_bytes():
+                os.kill(processes[what], signal.SIGKILL)
 
 
 @contextmanager
