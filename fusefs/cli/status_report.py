@@ -342,6 +342,8 @@ def plan_progress(plan: Status) -> str:
     late = [f"{plan['late'][key]:,} for {why}" for key, why in reasons.items() if plan["late"][key]]
     if late:
         text += f", late {', '.join(late)}"
+    if plan.get("late_since"):
+        text += f", no open in time for {human_duration(time.time() - plan['late_since'])}"
     if plan["missing"]:
         text += f"; {plan['missing']:,} not in the bucket, the first: {plan['first_missing']}"
     return text

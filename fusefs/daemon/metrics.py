@@ -159,6 +159,7 @@ def _warming(parts: Daemon) -> Samples:
 def _plans(parts: Daemon) -> Samples:
     plans = parts.plans.describe()
     ahead = [plan["ahead_s"] for plan in plans if plan["ahead_s"] is not None]
+    late = [time.time() - plan["late_since"] for plan in plans if plan["late_since"] is not None]
     opens = parts.plans.opens
     sums = {
         f"plan_{name}": [value(sum(plan[name] for plan in plans))] if plans else []
@@ -166,6 +167,7 @@ def _plans(parts: Daemon) -> Samples:
     }
     return sums | {
         "plan_ahead_seconds": [value(min(ahead))] if ahead else [],
+        "plan_late_seconds": [value(max([0.0, *late]))] if plans else [],
         "plan_opens_total": [value(count, outcome=outcome) for outcome, count in opens.items()],
     }
 

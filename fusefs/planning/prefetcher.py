@@ -364,6 +364,7 @@ class Prefetcher:
             at += 1
         sizes = [size for size in ahead if size >= 0]
         pace = walk.pace()
+        is_stalled = plan.is_followed and not plan.is_done and not sizes
         return {
             "reader": plan.reader,
             "state": self.state(plan),
@@ -378,7 +379,7 @@ class Prefetcher:
             "opens": walk.in_time + sum(walk.late.values()),
             "in_time": walk.in_time,
             "late": dict(walk.late),
-            "late_since": walk.late_since,
+            "late_since": walk.late_since if is_stalled else None,
             "looked_up": walk.looked_up,
             "missing": walk.missing,
             "first_missing": walk.first_missing,

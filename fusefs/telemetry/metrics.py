@@ -121,6 +121,7 @@ METRICS: dict[str, Metric] = {
     ),
     "plan_ahead_files": Metric("gauge", "The number of these files, of all readers."),
     "plan_ahead_bytes": Metric("gauge", "The size of these files."),
+    "plan_late_seconds": Metric("gauge", "How long a reader's opens have been late: the longest."),
     "plan_opens_total": Metric(
         "counter",
         "Opens of planned files: there in_time, or late for the rate of S3, room or the position.",

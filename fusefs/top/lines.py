@@ -60,11 +60,11 @@ def _parts(mount: Rates) -> list[str]:
 def _plan_text(mount: Rates) -> str:
     size, seconds = human_size(mount.plan_ahead_bytes), human_duration(mount.plan_ahead_s)
     text = f"plan {mount.plan_ahead_files:.0f} files ({size}, {seconds}) ahead"
-    opens = sum(mount.plan_opens_s.values())
-    if not opens:
-        return text
+    if mount.plan_late_s:
+        text += f", no open in time for {human_duration(mount.plan_late_s)}"
     late = {why: rate for why, rate in mount.plan_opens_s.items() if rate and why != "in_time"}
-    text += f", {1 - sum(late.values()) / opens:.0%} of opens in time"
+    if opens := sum(mount.plan_opens_s.values()):
+        text += f", {1 - sum(late.values()) / opens:.0%} of opens in time"
     return f"{text}, late for {max(late, key=late.__getitem__)}" if late else text
 
 

@@ -68,6 +68,7 @@ class Rates:
     plan_ahead_files: float = 0.0
     plan_ahead_bytes: float = 0.0
     plan_ahead_s: float = 0.0
+    plan_late_s: float = 0.0
     plan_opens_s: dict[str, float] = field(default_factory=dict)
     restarts: float = 0.0
     cpu: float = 0.0
@@ -136,6 +137,7 @@ def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
         plan_ahead_files=change.value("plan_ahead_files"),
         plan_ahead_bytes=change.value("plan_ahead_bytes"),
         plan_ahead_s=change.value("plan_ahead_seconds"),
+        plan_late_s=change.value("plan_late_seconds"),
         plan_opens_s=change.by("plan_opens_total", "outcome"),
         restarts=change.value("daemon_restarts_total"),
         cpu=change.rate("daemon_cpu_seconds_total"),

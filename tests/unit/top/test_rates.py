@@ -36,6 +36,15 @@ def answer(taken: float, cached: float, s3: float, stalled: float, requests: int
         "upload_pending_files": [counter(2)],
         "upload_pending_bytes": [counter(2048)],
         "upload_oldest_pending_seconds": [counter(7)],
+        "plan_ahead_files": [counter(412)],
+        "plan_ahead_bytes": [counter(1 << 30)],
+        "plan_ahead_seconds": [counter(14)],
+        "plan_late_seconds": [counter(75)],
+        "plan_opens_total": [
+            counter(99 * requests, outcome="in_time"),
+            counter(requests, outcome="rate"),
+            counter(0, outcome="room"),
+        ],
     }
     plain: dict[str, Any] = {
         name: {"type": "counter", "help": "", "samples": samples}
@@ -109,12 +118,8 @@ def malformed(metrics: Any) -> MountAnswer:
 def test_metrics_that_cannot_be_read_concern_their_mount_alone(
     metrics: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter(
-        [
-            [answer(10, 0, 0, 0, 0), malformed(metrics)],
-            [answer(12, 4000, 0, 0, 0), malformed(metrics)],
-        ]
-    )
+    first = [answer(10, 0, 0, 0, 0), malformed(metrics)]
+    answers = iter([first, [answer(12, 4000, 0, 0, 0), malformed(metrics)]])
     monkeypatch.setattr(main, "mounts_of_user", list)
     monkeypatch.setattr(main, "query_all", lambda _targets: next(answers))
     sampler = main.Sampler()
@@ -147,6 +152,8 @@ def test_a_line_has_rates_causes_and_what_waits(busy: Rates) -> None:
     assert "programs waited 40% of the time: 20% for S3's first byte" in text
     assert "2 files (2.0 KiB) to upload, the oldest for 7 s" in text
     assert "fetched ahead and not read 25%" in text
+    assert "plan 412 files (1.0 GiB, 14 s) ahead, no open in time for 1 min 15 s, 99% of" in text
+    assert text.endswith("opens in time, late for rate")
 
 
 def test_a_screen_has_a_block_for_each_mount_and_lines_where_blocks_have_no_room(
@@ -172,18 +179,3 @@ def test_a_terminal_without_a_cursor_gets_lines(
     monkeypatch.setattr(main, "mounts_of_user", list)
     assert main.run(is_plain=False, is_json=False, count=1) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["no mounts"]
-
-
-def test_a_plan_is_shown_with_how_far_ahead_it_is() -> None:
-    opens = {"in_time": 99.0, "rate": 1.0, "room": 0.0}
-    mount = Rates(
-        "/data",
-        is_up=True,
-        has_plan=True,
-        plan_ahead_files=412,
-        plan_ahead_bytes=1 << 30,
-        plan_ahead_s=14,
-        plan_opens_s=opens,
-    )
-    shown = "plan 412 files (1.0 GiB, 14 s) ahead, 99% of opens in time, late for rate"
-    assert shown in lines.line(mount)
