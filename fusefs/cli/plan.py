@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ RECORD_EVERY_S = 0.2
 # Time limit for the look-up of the first entries; it usually takes less.
 FIRST_LOOK_S = 3.0
 FIRST_LOOK = 64
+ZSTD = bytes.fromhex("28b52ffd")  # the first bytes of a compressed list
 
 
 class Sender:
@@ -89,8 +92,8 @@ def send(
         if bad <= BAD_NAMED:
             named.append(f"{number + at}: {why}")
 
-    with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
-        for entries in _entries(source.fileno(), separator, file):
+    with _opened(file) as fd:
+        for entries in _entries(fd, separator, file):
             pairs = [entry.partition(b"\t") if is_text else (entry, b"", b"") for entry in entries]
             paths = reading.paths([path for path, _, _ in pairs], refuse)
             for (_, _, name), path in zip(pairs, paths, strict=True):
@@ -115,6 +118,23 @@ def send(
     if bad > BAD_NAMED:
         complain(f"{file}: {bad:,} lines in all name nothing of the mount")
     return _are_found(list(senders.values()), complain) and not bad
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[int]:
+    """Open a list and yield its descriptor; the program zstd decompresses a compressed list."""
+    with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
+        if not source.seekable() or os.pread(source.fileno(), len(ZSTD), 0) != ZSTD:
+            yield source.fileno()
+            return
+        # All of it is tested first, because a part of a damaged list would replace the last plan.
+        tested = subprocess.run(["zstd", "-tq"], stdin=source, capture_output=True, text=True)
+        if tested.returncode:
+            raise CommandError(f"{file} can't be decompressed: {tested.stderr.strip()}")
+        source.seek(0)
+        with subprocess.Popen(["zstd", "-dcq"], stdin=source, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            yield process.stdout.fileno()
 
 
 def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,10 +110,7 @@ def test_python_gives_a_plan_by_the_file_where_no_mount_is_registered(
     mounter: Mounter, data: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = mounter(*OPTIONS, bucket=data)
-
-    def find(path: Path) -> tuple[Path, str]:
-        raise CommandError(f"{path} is not in a mount of fusefs")
-
+    find = Mock(side_effect=CommandError("the path is not in a mount of fusefs"))
     monkeypatch.setattr("fusefs.cli.sync.find", find)
     fusefs_module.plan([here.path / key for key in FILES], reader="rank 1")
     until(lambda: told(here)["plans"][0]["has_all"], "the plan is complete")

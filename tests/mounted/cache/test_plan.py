@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import fusefs as fusefs_module
+from bench.planned import farthest_misses
 from fusefs.launch.control import CommandError
 from tests.support.mounting import FUSEFS, Mount, Mounter, fetched, fusefs
 from tests.support.semantics import states
@@ -72,31 +73,18 @@ def test_planned_files_are_there_before_they_are_opened(
     assert plan["fetched_bytes"] == sum(map(len, FILES.values()))
 
 
-def farthest_misses(order: list[str], room: int) -> int:
-    """The misses of Belady's order, which evicts what is used last."""
-    there: set[str] = set()
-    misses = 0
-    for at, key in enumerate(order):
-        if key not in there:
-            misses += 1
-            if len(there) == room:
-                uses = {one: number for number, one in reversed(list(enumerate(order[at:])))}
-                there.remove(max(there, key=lambda one: uses.get(one, len(order))))
-            there.add(key)
-    return misses
-
-
 @states("Of planned files the one goes first whose next use is farthest; pinned files stay.")
 def test_what_is_used_last_goes_first(mounter: Mounter, data: Bucket, tmp_path: Path) -> None:
     here = mounter("--cache-size", "18MiB", bucket=data)
     pinned = shuffled(0)[:2]
     fusefs("pin", *(here.path / key for key in pinned))
-    order = [key for epoch in range(4) for key in shuffled(epoch)]
+    epochs = [shuffled(seed) for seed in range(4)]
+    order = [key for epoch in epochs for key in epoch]
     assert give(here, tmp_path, order).returncode == 0
     for key in order:
         assert read_all(here.path / key) == FILES[key]
     plan = plan_of(here)
-    best = farthest_misses(order, 32) * SIZE
+    best = sum(farthest_misses(epochs, 32)) * SIZE
     assert plan["position"] == len(order)
     assert (before := fetched(here)) <= 1.25 * best
     for key in pinned:
@@ -163,19 +151,21 @@ def test_bad_plans_get_one_line_and_disturb_nothing(
     mounter: Mounter, data: Bucket, tmp_path: Path
 ) -> None:
     here = mounter(bucket=data)
-    assert give(here, tmp_path, shuffled(1)).returncode == 0
+    packed = subprocess.check_output(["zstd", "-qc"], input="\n".join(FILES).encode())
+    (tmp_path / "order.zst").write_bytes(packed)
+    assert fusefs("plan", here.path, tmp_path / "order.zst").returncode == 0
     bad = {
         "binary": (os.urandom(3 * MIB), "is no list of paths"),
         "long": (b"a" * 3 * MIB, "an entry is too long"),
         "empty": (b"\n# a comment\n", "names no file of"),
         "elsewhere": (b"/etc/passwd\n", "names no file of"),
+        "cut short": (packed[:-9], "can't be decompressed: "),
     }
     for name, (content, why) in bad.items():
         (tmp_path / name).write_bytes(content)
         result = fusefs("plan", here.path, tmp_path / name, check=False)
-        assert result.returncode == 1
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
         assert why in result.stderr
-        assert result.stderr.count("\n") == 1
         assert plan_of(here)["entries"] == len(FILES)
     result = give(here, tmp_path, ["/etc/passwd", sorted(FILES)[0]], "--reader", "b")
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
@@ -257,7 +247,7 @@ def test_a_recorded_run_of_a_killed_job_is_the_plan_of_the_next_one(
     recording = subprocess.Popen([FUSEFS, "record", here.path, record])
     try:
         until(record.exists, "it records")
-        until(lambda: _is_recorded(here, record, order[0]), "opens are recorded")
+        until(lambda: read_all(here.path / order[0]) and record.read_text(), "opens are recorded")
         names = " ".join(str(here.path / key) for key in order[1:])
         job = subprocess.Popen(["sh", "-c", f"cat {names} > /dev/null; sleep 600"])
         until(lambda: record.read_text().split()[-1] == order[-1], "all are recorded")
@@ -271,8 +261,3 @@ def test_a_recorded_run_of_a_killed_job_is_the_plan_of_the_next_one(
     fusefs("drop", here.path)
     assert fusefs("plan", here.path, record).returncode == 0
     until(lambda: plan_of(here)["ahead_files"] == len(paths), "it is there again")
-
-
-def _is_recorded(mount: Mount, record: Path, key: str) -> bool:
-    assert read_all(mount.path / key) == FILES[key]
-    return key in record.read_text()
