@@ -62,6 +62,7 @@ class PendingHead:
     `sent` is the time of the request in monotonic seconds.
     """
 
+    key: str
     work: Work = field(default_factory=Work)
     sent: float = field(default_factory=time.monotonic)
     done: trio.Event = field(default_factory=trio.Event)
@@ -261,26 +262,26 @@ class HeadCache:
                 telling = [smallest.key, max(files, key=lambda info: info.mtime_ns).key]
             ordered = chain(telling, folders, (info.key for info in files))
             keys = list(islice(dict.fromkeys(ordered), SAMPLE))
-            self._sampled[prefix] = PendingHead()
+            self._sampled[prefix] = PendingHead(prefix)
             self._nursery.start_soon(self._run_sample, prefix, keys, times)
 
     async def _run_sample(self, prefix: str, keys: Sequence[str], modified_ns: list[int]) -> None:
         """Send the first HEADs of a sample, and the others only if attributes are the defaults."""
-        sampled, heads = self._sampled[prefix], dict[str, PendingHead]()
+        sampled, heads = self._sampled[prefix], list[PendingHead]()
         few = self._policy.sample_size
         try:
             for batch in (keys[:few], keys[few:]):
                 async with trio.open_nursery() as nursery:
                     for key in batch:
-                        heads[key] = PendingHead(sampled.work)
-                        nursery.start_soon(self._run, key, heads[key])
+                        heads.append(PendingHead(key, sampled.work))
+                        nursery.start_soon(self._run, heads[-1])
                 if not self._policy.has_usual(prefix):
                     break
-            is_known = self.asks_less or not any(head.error for head in heads.values())
+            is_known = self.asks_less or not any(head.error for head in heads)
             if is_known and self._policy.sampled(prefix, len(heads), modified_ns):
                 return
-            for key, head in heads.items():
-                self._keep(key, head)
+            for head in heads:
+                self._keep(head)
         finally:
             self._sampled.pop(prefix).done.set()
 
@@ -324,6 +325,10 @@ class HeadCache:
     async def _take(self, inode: Inode, head: PendingHead) -> None:
         with head.work.awaited():
             await head.done.wait()
+        if self._inodes.key(inode) != head.key and self.lacks(inode):
+            # Renamed meanwhile: the old name may have no object, or another one.
+            await self._take(inode, self._send(self._inodes.key(inode)))
+            return
         if head.error is not None:
             raise head.error
         if self.lacks(inode):
@@ -343,17 +348,17 @@ class HeadCache:
             self._remembered.popitem(last=False)
 
     def _send(self, key: str) -> PendingHead:
-        head = PendingHead()
-        self._nursery.start_soon(self._run, key, head)
+        head = PendingHead(key)
+        self._nursery.start_soon(self._run, head)
         return head
 
-    async def _run(self, key: str, head: PendingHead) -> None:
+    async def _run(self, head: PendingHead) -> None:
         try:
             with head.work.doing():
-                head.info = await self._store.head(key)
+                head.info = await self._store.head(head.key)
             self._observe(head.info)
         except NotFoundError:
-            self._policy.observe(names.parent_of(key), 0, has_attributes=False)
+            self._policy.observe(names.parent_of(head.key), 0, has_attributes=False)
         except StoreError as error:
             head.error = error
         finally:
@@ -418,11 +423,11 @@ class HeadCache:
         known = parent.child(name)
         if key in self._pending or (known is not None and not self.lacks(known)):
             return
-        self._keep(key, self._send(key))
+        self._keep(self._send(key))
 
-    def _keep(self, key: str, head: PendingHead) -> None:
+    def _keep(self, head: PendingHead) -> None:
         """Keep a HEAD for a later request; beyond MOST_KEPT, drop the oldest one."""
-        self._pending[key] = head
+        self._pending[head.key] = head
         if len(self._pending) > MOST_KEPT:
             self._pending.popitem(last=False)
 

@@ -120,6 +120,7 @@ class Mutations(MountPart):
             # With a handle the program may have read the content before it truncates the file.
             is_anew = not new.size and not new.has_handle
             await self.writer.truncate(inode, new.size, is_anew=is_anew)
+            inode = await self._file_now(inode)
         old = self._head_cache.meta(inode)
         if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
             mtime_ns = None
@@ -133,10 +134,15 @@ class Mutations(MountPart):
 
     async def _file_now(self, requested: Inode) -> Inode:
         """Return the node to change for `requested` (see `file_now`), and fetch its attributes."""
-        inode = await self.changes.file_now(requested)
-        if not _is_left_behind(inode):
-            await self._head_cache.learn(inode)
-        return inode
+        while True:
+            inode = await self.changes.file_now(requested)
+            if not _is_left_behind(inode):
+                await self._head_cache.learn(inode)
+            names = _names_of(inode)
+            if inode.staged is not None or self.changes.prefix_lock.is_open(*names):
+                return inode
+            # The rename of a directory that has begun meanwhile would leave the change behind.
+            await self.changes.prefix_lock.until_open(*names)
 
     def _note_changed(self, requested: Inode, inode: Inode, meta: Meta) -> None:
         """Show the new attributes of `inode` for the requested node too, if that is another one."""

@@ -40,18 +40,6 @@ async def killed(mount: MortalMount) -> AsyncIterator[tuple[Process, trio.Nurser
     mount.store.heal()
 
 
-@asynccontextmanager
-async def killed_while_copying(mount: MortalMount) -> AsyncIterator[Process]:
-    """A process that is killed once all but a/z has been copied to b/."""
-    stop = Stop(mount.store, "COPY", "b/z")
-    async with killed(mount) as (process, nursery):
-        await process.listing("a")
-        nursery.start_soon(process.rename, "a", "b")
-        await stop.reached.wait()
-        await wait_all_tasks_blocked()
-        yield process
-
-
 async def finished(process: Process) -> None:
     """Wait until no rename is on record."""
     while process.changes.renames.describe():  # noqa: ASYNC110 - there is no event
@@ -74,6 +62,7 @@ CHANGES: dict[str, tuple[Act, dict[str, bytes]]] = {
     "rename": (lambda process, at: process.rename(f"{at}/x", "c"), YZ | {"c": b"x"}),
     "chmod": (lambda process, at: chmod(process, f"{at}/x", 0o600), XYZ),
     "chmod of the directory": (lambda process, at: chmod(process, at, 0o700), XYZ),
+    "the name itself": (lambda process, _: process.mkdir("a"), XYZ),
 }
 MODES = {"chmod": ("b/x", 0o100600), "chmod of the directory": ("b/", 0o40700)}
 
@@ -97,26 +86,14 @@ async def test_a_change_below_a_directory_waits_for_its_rename(
         assert process.store.contents() == before
         assert await process.load(f"{name}/y") == b"y"
         assert await process.listing(name) == ["x", "y", "z"]
+        await process.mkdir("other")  # does not wait
         (state,) = process.changes.renames.describe()
-        assert (state["waiting"], state["waiting_keys"][0][0]) == (1, name)
+        waiting = "a" if change == "the name itself" else name
+        assert (state["waiting"], state["waiting_keys"][0][0]) == (1, waiting)
         stop.go_on.set()
     assert process.store.contents() == expected
     for made, mode in [MODES[change]] if change in MODES else []:
         assert process.store.metadata(made)["mode"] == str(mode)
-
-
-async def test_the_names_themselves_wait(process: Process) -> None:
-    stop = Stop(process.store, "DELETES", "")
-    await process.listing("a")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(process.rename, "a", "b")
-        await stop.reached.wait()
-        nursery.start_soon(process.mkdir, "a")
-        await wait_all_tasks_blocked()
-        assert "a/" not in process.store.objects
-        await process.mkdir("c")  # no other name does
-        stop.go_on.set()
-    assert {key for key in process.store.objects if key.endswith("/")} == {"a/", "b/", "c/"}
 
 
 async def test_what_is_staged_is_uploaded_by_the_next_process_after_the_rename(
@@ -207,7 +184,12 @@ async def test_what_another_client_replaces_while_it_is_copied_is_copied_again(
     mount: MortalMount,
 ) -> None:
     """The copy is of the old content, and younger than the new one."""
-    async with killed_while_copying(mount):
+    stop = Stop(mount.store, "COPY", "b/z")
+    async with killed(mount) as (process, nursery):
+        await process.listing("a")
+        nursery.start_soon(process.rename, "a", "b")
+        await stop.reached.wait()
+        await wait_all_tasks_blocked()
         mount.store.put("a/x", b"2")
         mount.store.put("b/x", b"x")
     async with mount.serving() as process:
@@ -254,24 +236,38 @@ async def test_a_directory_whose_files_would_have_too_long_keys_is_not_renamed(
     assert process.store.contents() == left
 
 
-@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("is_answered_during_the_copies", [False, True])
+@pytest.mark.parametrize("act", ["listing", "node", "chmod"])
 async def test_what_is_looked_up_while_its_directory_is_renamed_goes_along(
-    process: Process, is_listed: bool
+    process: Process, act: str, is_answered_during_the_copies: bool
 ) -> None:
-    """Else what is opened next would be written under the old name."""
+    """Else what is opened or changed next would be written under the old name."""
+    process.store.put("a/x", b"x", uid="7")
     stop = Stop(process.store, "HEAD", "a/x")
-    await process.node("a")
-    look = partial(process.listing, "a") if is_listed else partial(process.node, "a/x")
+    directory = await process.node("a")
+    look = partial(process.listing, "a") if act == "listing" else partial(process.node, "a/x")
+    if act == "chmod":
+        info = process.store.objects["a/x"].info
+        inode = process.operations.inodes.resolve(directory, "x", info)
+        look = partial(process.set_attributes, inode, mode=0o600)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(look)
         await stop.reached.wait()
-        await process.rename("a", "b")
-        directory = await process.node("b")
+        copy = Stop(process.store, "COPY", "b/z")
+        nursery.start_soon(process.rename, "a", "b")
+        await copy.reached.wait()
+        if is_answered_during_the_copies:
+            stop.go_on.set()
+            await wait_all_tasks_blocked()
+        copy.go_on.set()
+        await finished(process)
         stop.go_on.set()
-    await process.node("b/x")
+    assert (await process.stat(await process.node("b/x"))).uid == 7
     known = [inode.info.key for inode in (directory.children or {}).values() if inode.info]
-    assert "b/x" in known
-    assert not [key for key in known if key.startswith("a/")]
+    assert {key[:2] for key in known} == {"b/"}
+    await process.writer.deferred.drain()
+    there = process.store.metadata("b/x")
+    assert (there["uid"], there.get("mode")) == ("7", str(0o100600) if act == "chmod" else None)
 
 
 async def test_what_is_created_before_its_directory_is_renamed_goes_along(process: Process) -> None:
