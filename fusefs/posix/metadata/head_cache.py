@@ -59,7 +59,7 @@ CLOCKS_NS = 5 * SECOND_NS
 class PendingHead:
     """A HEAD request, under way or `done`; `info` is its answer, None if there is no object.
 
-    `sent` is the time of the request in monotonic seconds.
+    `sent` is the time of the request in monotonic seconds. A file without an object is an `error`.
     """
 
     key: str
@@ -277,7 +277,9 @@ class HeadCache:
                         nursery.start_soon(self._run, heads[-1])
                 if not self._policy.has_usual(prefix):
                     break
-            is_known = self.asks_less or not any(head.error for head in heads)
+            # A file that was removed tells nothing of the others.
+            untold = NotFoundError if self.asks_less else StoreError
+            is_known = not any(isinstance(head.error, untold) for head in heads)
             if is_known and self._policy.sampled(prefix, len(heads), modified_ns):
                 return
             for head in heads:
@@ -329,7 +331,7 @@ class HeadCache:
             # Renamed meanwhile: the old name may have no object, or another one.
             await self._take(inode, self._send(self._inodes.key(inode)))
             return
-        if head.error is not None:
+        if head.error is not None and not isinstance(head.error, NotFoundError):
             raise head.error
         if self.lacks(inode):
             # There is no object for a directory without a marker, or for a file just removed.
@@ -357,10 +359,11 @@ class HeadCache:
             with head.work.doing():
                 head.info = await self._store.head(head.key)
             self._observe(head.info)
-        except NotFoundError:
-            self._policy.observe(names.parent_of(head.key), 0, has_attributes=False)
         except StoreError as error:
-            head.error = error
+            if isinstance(error, NotFoundError) and head.key.endswith("/"):
+                self._policy.observe(names.parent_of(head.key), 0, has_attributes=False)
+            else:
+                head.error = error
         finally:
             head.done.set()
 

@@ -27,7 +27,8 @@ from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.settings.patterns import PathRules
-from tests.support.memory_store import SECOND_NS, MemoryStore
+from fusefs.store.errors import NotFoundError
+from tests.support.memory_store import SECOND_NS, MemoryStore, failing
 from tests.support.mounting import WRITABLE, Mount, Mounter, cost, metadata
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
@@ -42,18 +43,13 @@ def heard_nothing(head_policy: HeadPolicy, prefix: str, count: int, modified_ns:
         head_policy.observe(prefix, modified_ns, has_attributes=False)
 
 
-def test_a_directory_is_presumed_silent_when_a_sample_of_it_was() -> None:
+def test_a_directory_is_presumed_silent_until_one_object_says_something() -> None:
     head_policy = HeadPolicy()
     heard_nothing(head_policy, "a/", SAMPLE - 1)
     assert not head_policy.has_no_attributes("a/", 1)
     heard_nothing(head_policy, "a/", 1)
     assert head_policy.has_no_attributes("a/", 1)
     assert not head_policy.has_no_attributes("b/", 1)
-
-
-def test_one_object_that_says_something_ends_the_presumption() -> None:
-    head_policy = HeadPolicy()
-    heard_nothing(head_policy, "a/", SAMPLE)
     head_policy.observe("a/", 1, has_attributes=True)
     heard_nothing(head_policy, "a/", SAMPLE)
     assert not head_policy.has_no_attributes("a/", 1)
@@ -225,6 +221,17 @@ async def test_links_and_modes_of_another_time_are_shown_at_once(
         assert [name for name, meta in found.items() if meta.is_symlink] == [changed[-2:]]
 
 
+@pytest.mark.parametrize("is_read_only", [False, True])
+async def test_removed_files_tell_nothing_of_the_others(is_read_only: bool) -> None:
+    store = MemoryStore()
+    store.put("p/0/old", b"x" * 99, **LINK)
+    put_folders(store, 1)
+    removed = [("HEAD", key) for key in store.objects if key != "p/0/old"]
+    store.before = failing(NotFoundError("removed"), *removed)
+    async with walking(store, is_read_only=is_read_only) as walk:
+        assert (await walk.shown("0"))["old"].is_symlink
+
+
 async def test_a_program_that_opens_names_here_and_there_has_heads_of_few() -> None:
     store = MemoryStore()
     put_folders(store, 20)
@@ -263,15 +270,11 @@ def stat_all(mount: Mount) -> dict[str, os.stat_result]:
     " they are changed, and so are those of the directories beside it, if written within ten"
     " minutes of these; not in directories that were changed here."
 )
-def test_files_among_silent_ones_are_not_requested(mount: Mount) -> None:
+def test_files_among_silent_ones_are_not_requested(mount: Mount, plain: Bucket) -> None:
     heads = cost(mount, lambda: stat_all(mount)).get("heads", 0)
     assert 0 < heads <= SAMPLE + 1
     late = (mount.path / "late").stat()
     assert (late.st_mode, late.st_uid) == (stat.S_IFREG | 0o644, os.geteuid())
-
-
-def test_what_is_changed_is_requested_before(mount: Mount, plain: Bucket) -> None:
-    stat_all(mount)
     (mount.path / "late").chmod(0o600)
     assert metadata(plain, "late")["uid"] == "7"
     assert (mount.path / "late").stat().st_uid == 7
