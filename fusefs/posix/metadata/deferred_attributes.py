@@ -263,14 +263,11 @@ class DeferredAttributes:
         if self._by_key.pop(key, None) is not None:
             self._note_done(key)
 
-    async def give_up(self, key: str) -> int:
-        """Drop the changes at or below a key, so S3's attributes are shown; return the number."""
-        given_up = self.pending(key)
-        for entry in given_up:
-            await self.until_unsent(entry.key)
-            self.drop(entry.key)
-            self._lost(entry.info)
-        return len(given_up)
+    async def give_up(self, entry: DeferredChange) -> None:
+        """Drop a change, once no request sends it, so that S3's attributes are shown."""
+        await self.until_unsent(entry.key)
+        self.drop(entry.key)
+        self._lost(entry.info)
 
     def _note_done(self, key: str) -> None:
         self._note_less()
@@ -504,6 +501,8 @@ class DeferredAttributes:
 
     async def drain(self) -> None:
         """Attempt to send each change of attributes once. Failed changes stay recorded."""
+        for entry in self._by_key.values():
+            entry.error = None
         while waiting := [entry for entry in self._by_key.values() if entry.error is None]:
             async with trio.open_nursery() as nursery:
                 for entry in waiting:

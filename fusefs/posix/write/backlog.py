@@ -76,21 +76,22 @@ class Backlog:
 
         The contents stay on the local disk, but no mount uploads them. In the result `files` counts
         the changes given up, `in_use` has the keys of open files, which are not given up, and
-        `remaining` counts the files for which there was no time.
+        `remaining` counts the changes for which there was no time.
 
         Raises:
             StoreError: nothing could be given up in this time.
         """
-        files, in_use, waiting = 0, list[str](), self.files(key)
+        in_use, waiting = list[str](), [*self.files(key), *self._deferred.pending(key)]
+        count = len(waiting)
         with trio.move_on_after(GIVE_UP_S) as scope:
-            files += await self._deferred.give_up(key)
             while waiting:
-                staged = waiting[-1]
-                if await self._uploads.give_up(staged):
-                    files += 1
-                else:
-                    in_use.append(staged.key)
+                unsent = waiting[-1]
+                if isinstance(unsent, DeferredChange):
+                    await self._deferred.give_up(unsent)
+                elif not await self._uploads.give_up(unsent):
+                    in_use.append(unsent.key)
                 waiting.pop()
+        files = count - len(in_use) - len(waiting)
         if scope.cancelled_caught and not files:
             raise StoreError(f"no answer within {GIVE_UP_S:.0f} s")
         return {"files": files, "in_use": in_use, "remaining": len(waiting)}

@@ -227,6 +227,7 @@ class Removals:
     def hurry(self, key: str) -> None:
         """Start to delete all objects at or below a key whose removals wait."""
         for removal in self.pending(key):
+            removal.error = None
             removal.hurry.set()
             self._is_sooner.set()
 

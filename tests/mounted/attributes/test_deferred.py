@@ -14,6 +14,7 @@ import trio
 
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.metadata.deferred_attributes import DEFER_S
+from fusefs.posix.write import backlog
 from fusefs.posix.write.staging import SOURCE
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
@@ -144,7 +145,10 @@ async def test_what_is_made_anew_under_the_name_has_its_own(mount: MortalMount) 
     )
 
 
-async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMount) -> None:
+@pytest.mark.parametrize("fills_disk", [False, True])
+async def test_what_is_changed_while_it_is_sent_is_sent_as_well(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, fills_disk: bool
+) -> None:
     async with mount.serving() as process:
         await describe(process, "file")
         inode = await process.node("file")
@@ -154,6 +158,8 @@ async def test_what_is_changed_while_it_is_sent_is_sent_as_well(mount: MortalMou
                 assert inode.info is not None
                 old = process.operations.head_cache.meta(inode)
                 process.writer.deferred.put(inode.info, old.changed(uid=5))
+                if fills_disk:
+                    monkeypatch.setattr(LineLog, "append", is_full)
 
         mount.store.before = change_again
         await process.writer.deferred.flush("file")
@@ -174,15 +180,23 @@ async def test_a_name_that_the_kernel_has_forgotten_shows_them(mount: MortalMoun
     "It is on record before the call returns, and the next daemon, or the next mount with the "
     "same cache directory, sends it."
 )
-@pytest.mark.parametrize("is_mounted_anew", [True, False])
+@pytest.mark.parametrize(
+    ("is_mounted_anew", "has_full_disk"), [(True, False), (False, False), (False, True)]
+)
 async def test_a_process_that_was_killed_loses_none(
-    mount: MortalMount, *, is_mounted_anew: bool
+    mount: MortalMount,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_mounted_anew: bool,
+    has_full_disk: bool,
 ) -> None:
     async with mount.serving() as process:
         await describe(process, "file")
     assert mount.store.count("COPY") == 0
     if is_mounted_anew:
         mount.reboot()
+    if has_full_disk:
+        monkeypatch.setattr(LineLog, "append", is_full)
     async with mount.serving() as process:
         assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
         await process.writer.deferred.drain()
@@ -349,9 +363,26 @@ async def test_what_is_refused_stays_and_is_sent_again(mount: MortalMount) -> No
         (waiting,) = process.writer.backlog.unsent("")
         assert process.writer.backlog.state(waiting) == "failed"
         mount.store.heal()
-        await process.writer.deferred.flush("file")
+        await process.writer.deferred.drain()
         assert process.writer.backlog.unsent("") == []
     check(mount, "file")
+
+
+async def test_what_is_given_up_is_counted_though_a_change_is_being_sent(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "GIVE_UP_S", 0.1)
+    held = HeldCopies(mount.store)
+    names = ("before", "file", "after")
+    for name in names:
+        mount.store.put(name, b"content")
+    async with mount.serving() as process:
+        for name in names:
+            await process.set_attributes(name, mode=0o600)
+        process.writer.deferred.hurry("file")
+        await held.is_made.wait()
+        answer = await process.writer.backlog.give_up("")
+        assert answer == {"files": 1, "in_use": [], "remaining": 2}
 
 
 async def test_what_a_killed_program_waited_for_is_sent_all_the_same(mount: MortalMount) -> None:
@@ -378,26 +409,6 @@ async def test_what_a_killed_program_waited_for_is_sent_all_the_same(mount: Mort
     check(mount, "file")
 
 
-async def test_a_full_disk_ends_nothing_when_a_change_is_sent(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does it when the next process takes up what is on record."""
-    async with mount.serving() as process:
-        await describe(process, "file")
-        inode = await process.node("file")
-
-        def fill_and_change_again(what: str, _key: str) -> None:
-            if what == "COPY" and mount.store.count("COPY") == 1:
-                assert inode.info is not None
-                old = process.operations.head_cache.meta(inode)
-                process.writer.deferred.put(inode.info, old.changed(mtime_ns=TIME_NS))
-                monkeypatch.setattr(LineLog, "append", is_full)
-
-        mount.store.before = fill_and_change_again
-        await process.writer.deferred.flush("file")
-    check(mount, "file")
-
-
 async def test_what_a_full_disk_does_not_take_with_a_rename_is_sent_at_once(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,18 +430,6 @@ async def test_what_a_full_disk_does_not_take_with_a_rename_is_sent_at_once(
         assert all(waiting.due <= now for waiting in process.writer.deferred.pending("new"))
         await process.writer.deferred.drain()
     assert mount.store.metadata("new")["uid"] == "5"
-
-
-async def test_a_full_disk_ends_no_take_over(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with mount.serving() as process:
-        await describe(process, "file")
-    monkeypatch.setattr(LineLog, "append", is_full)
-    async with mount.serving() as process:
-        assert await shown(process, "file") == (0o600, 3, 4, TIME_NS)
-        await process.writer.deferred.drain()
-    check(mount, "file")
 
 
 async def test_a_mount_that_meets_a_full_disk_leaves_them_to_the_next(
