@@ -81,8 +81,9 @@ class Backlog:
         Raises:
             StoreError: nothing could be given up in this time.
         """
-        in_use, waiting = list[str](), [*self.files(key), *self._deferred.pending(key)]
-        count = len(waiting)
+        waiting: list[StagedFile | DeferredChange]
+        waiting = [*self.files(key), *self._deferred.pending(key)]
+        in_use, count = list[str](), len(waiting)
         with trio.move_on_after(GIVE_UP_S) as scope:
             while waiting:
                 unsent = waiting[-1]
