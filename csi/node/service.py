@@ -245,7 +245,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         record, warm = plan.record, plan.warm.of_pod(pod)
         if plan.warm.paths and not warm.paths:
             log.info("%s: no part is fetched for pod %r: it has no number", publish.volume_id, pod)
-        if self._mounts.is_alive(record, MountTable()):
+        is_alive = self._mounts.is_alive(record, MountTable())
+        if is_alive:
             self._mounts.records.write(record.key, record)  # the file may be lost
             self._store_secrets(plan)
         else:
@@ -257,7 +258,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._bind(record, publish)
         self._drains.reset(record)
         self._warmups.remove_waiter(record.key, publish.target)
-        self._warmups.begin(record, warm)
+        self._warmups.begin(record, warm, is_new=not is_alive)
         return None
 
     def _bind(self, record: MountRecord, publish: PublishRequest) -> None:

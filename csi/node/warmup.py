@@ -58,21 +58,18 @@ class Warmups:
         self._files = RecordFiles(directory, _Record)
         self._lock = threading.Lock()
 
-    def begin(self, record: MountRecord, warm: WarmOption) -> None:
-        """Start the warm-up of a mount with a daemon if none is on record; do not wait for its end.
+    def begin(self, record: MountRecord, warm: WarmOption, *, is_new: bool) -> None:
+        """Start the warm-up of a mount that `is_new`, or has none on record; do not wait for it.
 
-        A failure is only logged, because the volume is published already.
+        A failure is only logged, because the volume is published already; the next pod tries again.
         """
         name = _name(record.key, warm)
-        if warm.paths and self._files.read(name) is None:
-            try:
-                self._files.write(name, _Record(time.monotonic(), is_over=True))
-            except OSError as error:
-                log.warning("the warm-up of %s is not on record: %s", record.source, error)
+        if warm.paths and (is_new or self._files.read(name) is None):
             try:
                 _jobs(record, warm)
-            except (ControlError, *MALFORMED) as error:
-                log.warning("%s cannot be warmed: %s", record.source, error)
+                self._change(name, lambda known: replace(known, is_over=True))
+            except (ControlError, OSError, *MALFORMED) as error:
+                log.warning("the warm-up of %s has no job or record: %s", record.source, error)
 
     def blocks_publish(self, record: MountRecord, warm: WarmOption) -> bool:
         """True if a pod has to wait for the warm-up before it starts."""

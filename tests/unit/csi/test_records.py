@@ -24,6 +24,7 @@ from csi.node.mount_record import MountRecord, MountRecords
 from csi.node.pod_records import PodRecord, PodRecords
 from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
+from fusefs.launch.control import ControlError
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 from fusefs.store.interface import ObjectVersion
@@ -131,14 +132,20 @@ def test_a_target_that_does_not_wait_for_a_warm_up_is_not_written_down(
     assert "stays on record as waiting" in caplog.text
 
 
-def test_a_volume_is_warmed_though_that_cannot_be_written_down(
+def test_a_warm_up_that_failed_is_begun_by_the_next_pod_and_a_new_mounts_in_any_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(record_files, "replace_file", no_space)
-    monkeypatch.setattr(warmup, "_jobs", lambda _record, warm: warmed.append(warm.paths))
-    Warmups(tmp_path).begin(a_record(), WarmOption(("a",)))
-    assert warmed == [("a",)]
+    failures, begun = [ControlError("no"), OSError(errno.ENOSPC, "full")], []
+
+    def ask(_record: MountRecord, warm: WarmOption) -> None:
+        begun.append(warm)
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(warmup, "_jobs", ask)
+    for is_new in (False, False, False, False, True):
+        Warmups(tmp_path).begin(a_record(), WarmOption(("a",)), is_new=is_new)
+    assert len(begun) == 4
 
 
 @pytest.mark.parametrize(
@@ -152,7 +159,7 @@ def test_a_pod_starts_though_its_mount_reports_no_progress(
     warmups.wait(a_record(), warm, Path("/pods/one"), time.monotonic() + 60)
     assert not warmups.blocks_publish(a_record(), warm)
     warmups.forget(a_record().key)
-    warmups.begin(a_record(), warm)
+    warmups.begin(a_record(), warm, is_new=False)
 
 
 class PlayedBucket:
