@@ -8,8 +8,10 @@ disk, and the log says where.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from csi.errors import AbortedError
 from csi.node.bind_mount import MountTable
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
+from fusefs.cli import left_behind, sync
+from fusefs.launch import registry
 from fusefs.settings.types import MIB
 
 log = logging.getLogger(__name__)
@@ -35,7 +39,6 @@ class Drains:
 
     def __init__(self, mounts: Mounts) -> None:
         self._mounts = mounts
-        self._began: dict[str, float] = {}
 
     def check(self, record: MountRecord) -> None:
         """Refuse a mount's end during uploads; the first refusal starts the mount's `drainTimeout`.
@@ -43,8 +46,8 @@ class Drains:
         Raises:
             UploadingError: files wait for their upload and `drainTimeout` has not passed.
         """
-        pending = self._pending(record)
-        if pending and not self._is_given_up(record):
+        pending, may_come = self._pending(record)
+        if pending and may_come and not self._is_given_up(record):
             raise UploadingError(pending)
         if pending:
             where = record.cache_directory
@@ -71,26 +74,31 @@ class Drains:
                 if time.monotonic() >= ends:
                     raise
             else:
-                self._began.pop(record.key, None)
                 return True
 
-    def reset(self, record: MountRecord) -> None:
-        """Reset the `drainTimeout` of a mount that a pod uses again."""
-        self._began.pop(record.key, None)
-
     def _is_given_up(self, record: MountRecord) -> bool:
-        began = self._began.setdefault(record.key, time.monotonic())
+        known = self._mounts.records.read(record.key) or record
+        began = known.drain_began or time.monotonic()
+        if not known.drain_began:
+            with contextlib.suppress(OSError):  # a full disk prolongs the drain
+                self._mounts.records.write(known.key, replace(known, drain_began=began))
         return time.monotonic() - began >= record.drain_timeout_s
 
-    def _pending(self, record: MountRecord) -> str:
-        """Return a sentence about the files that wait for their upload; "" if there are none."""
-        table = MountTable()
-        if table.top(Path(record.root)) is None:
-            return ""
-        is_alive = self._mounts.is_alive(record, table)
-        if not is_alive and not self._mounts.supervisor.serves(Path(record.root), if_silent=True):
-            return ""
-        return self._reported(record)
+    def _pending(self, record: MountRecord) -> tuple[str, bool]:
+        """Describe the files that wait for their upload ("" for none); say if it may come."""
+        path, table = Path(record.root), MountTable()
+        root, supervisor = table.top(path), self._mounts.supervisor
+        if root is None:
+            return "", False
+        if self._mounts.is_alive(record, table) or supervisor.serves(path, if_silent=True):
+            return self._reported(record), True
+        staging, left = registry.staging_of(path), []
+        with contextlib.suppress(OSError, LookupError):  # a hostile daemon has made the link
+            left = left_behind.find(staging, ()) if staging is not None else []
+        if not left:
+            return "", False
+        # The reconciler resumes a mount that is held.
+        return f"{record.source} has no daemon; {sync.describe(left)}", supervisor.has(root)
 
     def _reported(self, record: MountRecord) -> str:
         """Describe the waiting files ("" for none), or say that the daemon does not report them."""

@@ -29,6 +29,7 @@ class MountRecord:
 
     `arguments` is the part of its first publish request that must not change, as JSON; `settings`
     are its MountSettings as texts, `environment` has environment variables of its daemon.
+    `drain_began` is the time (monotonic) of the first call to end it; 0 while pods use it.
     """
 
     key: str
@@ -41,6 +42,7 @@ class MountRecord:
     settings: dict[str, str]
     drain_timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
+    drain_began: float = 0.0
 
     @property
     def fs_group(self) -> int | None:

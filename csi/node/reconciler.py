@@ -113,7 +113,7 @@ class Reconciler(threading.Thread):
 
     def _try_reconcile(self, record: MountRecord) -> None:
         try:
-            self._reconcile(record)
+            self._reconcile(record.key)
         except AbortedError:
             pass  # the next round continues
         except (CsiError, OSError, ControlError) as error:
@@ -121,8 +121,9 @@ class Reconciler(threading.Thread):
         except Exception:
             log.exception("reconciling %s failed", record.source)
 
-    def _reconcile(self, record: MountRecord) -> None:
-        if self._mounts.records.read(record.key) is None:
+    def _reconcile(self, key: str) -> None:
+        record = self._mounts.records.read(key)
+        if record is None:
             return  # the mount has ended meanwhile
         table = MountTable()
         is_awaited = self._warmups.is_awaited(record.key)

@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -256,7 +256,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._warmups.add_waiter(record.key, warm, publish.target)
             return record, warm
         self._bind(record, publish)
-        self._drains.reset(record)
         self._warmups.remove_waiter(record.key, publish.target)
         self._warmups.begin(record, warm, is_new=not is_alive)
         return None
@@ -340,6 +339,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         key = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
         if known is not None:
+            known = replace(known, drain_began=0.0)
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # records of an earlier mount
         location.store.check_address()

@@ -99,8 +99,9 @@ def test_a_mount_that_can_be_resumed_gets_none_on_top_though_its_volume_has_chan
         node.unpublish("volume", target)
 
 
-def test_the_uploads_of_a_mount_without_a_keeper_are_waited_for(
-    node: Node, data: Bucket, faulty: FaultyS3
+@pytest.mark.parametrize("killed", ["keeper", ""])
+def test_the_uploads_of_a_mount_that_can_be_resumed_are_waited_for(
+    node: Node, data: Bucket, faulty: FaultyS3, killed: str
 ) -> None:
     target = node.target("pod")
     with daemons_of(node, "only"):
@@ -110,7 +111,7 @@ def test_the_uploads_of_a_mount_without_a_keeper_are_waited_for(
             file.write(b"late")
         until(lambda: held(node), "it is held")
         node.kill()
-        node.kill_all("keeper")
+        node.kill_all(killed)
         with without_reconciler(node), pytest.raises(grpc.RpcError, match="late") as refused:
             node.unpublish("volume", target, timeout_s=5.0)
         assert code_of(refused) is grpc.StatusCode.ABORTED

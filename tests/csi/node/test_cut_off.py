@@ -31,7 +31,7 @@ PUBLISHING = (
     "start",
     "Warmups.blocks_publish",
     "bind",
-    "Drains.reset",
+    "Warmups.remove_waiter",
 )
 UNPUBLISHING = (
     "pop_all",

@@ -43,7 +43,7 @@ def test_a_pod_that_comes_does_not_wait_for_the_uploads_of_one_that_goes(
     data.delete("a/late")
 
 
-def test_what_cannot_be_uploaded_in_time_is_uploaded_by_the_next_mount(
+def test_what_a_dead_mount_or_one_without_time_could_not_upload_is_uploaded_by_the_next(
     node: Node, data: Bucket, faulty: FaultyS3
 ) -> None:
     target, other = node.target("pod"), node.target("other-pod")
@@ -63,7 +63,11 @@ def test_what_cannot_be_uploaded_in_time_is_uploaded_by_the_next_mount(
         node.unpublish("given-up", other, timeout_s=3.5)
     until_final(node.unpublish, "given-up", other)
     until(lambda: not node.leftovers(), "nothing is left")
-    assert "given up" in node.log.read_text()
+    assert "given up: 1 files" in node.log.read_text()
+    node.publish("given-up", target, **volume)
+    node.kill_all()
+    node.unpublish("given-up", target)
+    assert "has no daemon; not in the bucket yet: a/kept" in node.log.read_text()
     faulty.remove(fault)
     node.publish("given-up", target, **volume)
     until(lambda: (target / "kept").read_bytes() == b"kept", "it is there")

@@ -158,13 +158,6 @@ def test_a_dead_mount_gets_a_new_one_on_top(node: Node, data: Bucket) -> None:
     node.unpublish("dying", target)
 
 
-def test_a_dead_mount_is_unpublished(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("dead", target, bucket=data.name)
-    node.kill_all()
-    node.unpublish("dead", target)
-
-
 def test_a_publish_that_was_cut_off_is_finished_by_the_next(
     node: Node, data: Bucket, faulty: FaultyS3
 ) -> None:

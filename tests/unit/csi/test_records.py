@@ -70,19 +70,21 @@ def test_a_file_without_a_record_is_none(tmp_path: Path, text: str) -> None:
     assert MountRecords(tmp_path).all() == []
 
 
-def test_uploads_are_given_up_in_time_though_a_setting_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_uploads_are_given_up_in_time_though_drivers_change_and_a_setting_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = MountSettings(
         source=MountSource("bucket"),
         mountpoint=Path("/mounts/key"),
         cache_dir=Path("/cache/domain"),
     )
-    settings = known.as_texts() | UNKNOWN
-    mounts: Any = None
-    drains = Drains(mounts)
-    monkeypatch.setattr(drains, "_pending", lambda _record: "1 files")
-    drains.check(a_record(settings))
+    record = replace(a_record(known.as_texts() | UNKNOWN), drain_timeout_s=0.1)
+    mounts: Any = SimpleNamespace(records=MountRecords(tmp_path))
+    monkeypatch.setattr(Drains, "_pending", lambda *_: ("1 files", True))
+    with pytest.raises(UploadingError):
+        Drains(mounts).check(record)
+    time.sleep(0.1)
+    Drains(mounts).check(record)
     assert "the files are kept below /cache/domain" in caplog.text
 
 
@@ -92,27 +94,21 @@ def test_uploads_are_given_up_in_time_though_a_setting_is_unknown(
     + [{"writing": {"pending_files": 1, "pending": files}} for files in ([], [{}], 7)],
 )
 def test_the_answer_of_a_hostile_daemon_delays_the_end_of_its_mount_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: object
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: object,
 ) -> None:
-    class Table:
-        def top(self, _root: Path) -> object:
-            return self
-
-    class PlayedMounts:
-        def is_alive(self, *_: object) -> bool:
-            return True
-
-    monkeypatch.setattr(drain, "MountTable", Table)
+    table = SimpleNamespace(top=lambda root: root)
+    monkeypatch.setattr(drain, "MountTable", lambda: table)
     monkeypatch.setattr(MountRecord, "status", lambda _record: status)
-    mounts: Any = PlayedMounts()
+    mounts: Any = SimpleNamespace(
+        is_alive=lambda *_: True, supervisor=None, records=MountRecords(tmp_path)
+    )
     drains = Drains(mounts)
     with pytest.raises(UploadingError, match="does not report"):
         drains.check(replace(a_record(), drain_timeout_s=600.0))
-    monkeypatch.setattr(drains, "_is_given_up", lambda _record: True)
-    settings = MountSettings(
-        source=MountSource("bucket"), mountpoint=Path("/mounts/key"), cache_dir=Path("/cache")
-    )
-    drains.check(a_record(settings.as_texts()))
+    drains.check(a_record())
     assert "given up" in caplog.text
 
 
