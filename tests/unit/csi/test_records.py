@@ -99,8 +99,7 @@ def test_the_answer_of_a_hostile_daemon_delays_the_end_of_its_mount_and_no_more(
     caplog: pytest.LogCaptureFixture,
     status: object,
 ) -> None:
-    table = SimpleNamespace(top=lambda root: root)
-    monkeypatch.setattr(drain, "MountTable", lambda: table)
+    monkeypatch.setattr(drain, "MountTable", lambda: SimpleNamespace(top=lambda root: root))
     monkeypatch.setattr(MountRecord, "status", lambda _record: status)
     mounts: Any = SimpleNamespace(
         is_alive=lambda *_: True, supervisor=None, records=MountRecords(tmp_path)
