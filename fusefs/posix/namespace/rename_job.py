@@ -22,6 +22,7 @@ other's failures for the end of the rename, and delete the only objects left.
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import logging
 import os
@@ -249,8 +250,10 @@ class RenameJobs:
             try:
                 await self._record(job)
             except OSError:
-                self._end(job)
-                raise
+                # If the record is there, the next process goes on with the rename.
+                if not os.access(job.path, os.F_OK):
+                    self._end(job)
+                    raise
         return job
 
     async def finish(self, job: RenameJob) -> bool:
@@ -279,12 +282,12 @@ class RenameJobs:
                 job.until_ns = copies.newest_copy_ns()
             else:
                 job.copies = None  # a listing will find the copies of both processes
-            job.phase = Phase.UNDOING
-            try:
-                await self._record(job)
-            except OSError as error:
-                logger.error("%s does not say that it is being undone: %s", job.path, error)
+            job.phase, job.is_safe = Phase.UNDOING, False
             await self._complete(job)
+            # The next process would carry out a rename of which the program knows that it failed.
+            while job.is_ours and job in self._unfinished and not job.is_safe:
+                await trio.sleep(RETRY_S)
+                await self._complete(job)
             raise
 
     @contextmanager
@@ -309,9 +312,14 @@ class RenameJobs:
 
         is_undone = job.phase == Phase.UNDOING
         try:
-            if not is_undone and not job.is_safe:
-                await self._record(job)
-                job.is_safe = True
+            if not job.is_safe:
+                try:
+                    await self._record(job)
+                    job.is_safe = True
+                except OSError as error:
+                    # A full disk lets the record be removed once the copies are.
+                    if not is_undone or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
             if job.copies is None:
                 copies = self._make_copies(job.old, job.new)
                 await (copies.recall_made if is_undone else copies.recall_sources)(job.until_ns)
@@ -334,7 +342,9 @@ class RenameJobs:
             self._prefix_lock.wanted = trio.Event()
             self.look_at_others()
             for job in list(self._unfinished):
-                if job.lock.locked():
+                # Only this task retries an earlier rename, so it must not wait for one.
+                is_later = any(one.closure.is_before(job.closure) for one in self._unfinished)
+                if job.lock.locked() or is_later:
                     continue
                 names = job.old, job.new
                 logger.info("going on with the rename of %s to %s (%s)", *names, job.phase)

@@ -1,14 +1,18 @@
 """Renamed directories at a kill, and beside a mount that is detached."""
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
+from fusefs.linux import files
 from fusefs.posix.namespace.rename_job import RenameJob, RenameJobs
-from fusefs.store.errors import StoreError
-from tests.support.memory_store import MemoryStore, Stop
+from fusefs.store.errors import StoreError, UnreachableError
+from tests.support.memory_store import MemoryStore, Stop, failing
 from tests.support.survival.fate import Fate, fate_of_records
 from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 from tests.unit.posix.renaming.test_renaming_meanwhile import chmod, finished, killed
@@ -70,12 +74,9 @@ async def test_what_is_changed_after_a_kill_has_its_new_name_alone(
 
 
 async def test_what_is_made_under_the_old_name_since_stays_there(
-    tmp_path: Path, fate: Fate
+    mount: MortalMount, fate: Fate
 ) -> None:
     """The process that has finished that step is killed as well."""
-    mount = MortalMount(tmp_path)
-    for name in "xyz":
-        mount.store.put(f"a/{name}", name.encode())
     mount.store.put("a/s/w", b"w")
     await die(mount, fate)
     async with killed(mount) as (process, _):
@@ -133,14 +134,46 @@ async def test_the_next_mount_leaves_a_rename_to_the_one_that_has_begun_it(
 
 
 async def test_the_next_mount_finishes_it_once_the_other_has_ended(mount: MortalMount) -> None:
+    """And once it has finished one of its own that overlaps."""
+    mount.store.put("d/w", b"w")
     stop = Stop(mount.store, "COPY", "b/z")
     async with mount.serving() as process, trio.open_nursery() as nursery:
         nursery.start_soon(process.rename, "a", "b")
         await stop.reached.wait()
         mount.store.pause = MemoryStore().pause
+        mount.store.before = failing(UnreachableError("d/w"), ("DELETED", "d/w"))
         async with next_mount(mount).serving() as younger:
+            await younger.rename("d", "a/d")
             os.close(process.writer.staging._lock)  # as at its end
-            younger.changes.renames.look_at_others()
-            await finished(younger)
+            younger.changes.renames.pending("", hurry=True)
+            await wait_all_tasks_blocked(0.01)
+            mount.store.heal()
+            younger.changes.renames.pending("", hurry=True)
+            with trio.fail_after(4):
+                await finished(younger)
         nursery.cancel_scope.cancel()
-    assert mount.store.contents() == {"b/x": b"x", "b/y": b"y", "b/z": b"z"}
+    assert mount.store.contents() == {"b/d/w": b"w", "b/x": b"x", "b/y": b"y", "b/z": b"z"}
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+async def test_a_rename_that_has_failed_is_not_on_record(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Else the next process would carry it out. A full disk lets the record be removed."""
+    monkeypatch.setattr("fusefs.posix.namespace.rename_job.RETRY_S", 0.01)
+    stop = Stop(mount.store, "COPY", "b/z")
+    stop.error = StoreError("archived")
+    refuse = Mock(side_effect=OSError(number, "refused"))
+    async with mount.serving() as process, trio.open_nursery() as nursery:
+        failed = trio.Event()
+        nursery.start_soon(fail_to_rename, process, failed)
+        await stop.reached.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "replace", refuse)
+            if number == errno.EROFS:
+                patch.setattr(Path, "unlink", refuse)
+            stop.go_on.set()
+            await trio.sleep(0.1)
+            assert failed.is_set() == (number == errno.ENOSPC)
+    assert not list((mount.directory / "renames").iterdir())
+    assert mount.store.contents() == {"a/x": b"x", "a/y": b"y", "a/z": b"z"}
