@@ -28,7 +28,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
-from fusefs.posix.types import Caller
+from fusefs.posix.types import Caller, find
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
@@ -374,8 +374,8 @@ class NameChanges(CreateRemove):
 
         The copy gets the attributes `meta`, or (None) the object's. If the object is another
         version than `source` by now, the present version is copied unchanged. If the object is
-        gone, the copy of an earlier attempt is returned; NotFoundError if there is none, or if
-        `condition` is IF_ABSENT.
+        gone, or the last attempt got no answer, the copy of an earlier attempt is returned; the
+        error is raised if there is none, or if `condition` is IF_ABSENT.
         """
         key = self._key(new)
         try:
@@ -391,12 +391,16 @@ class NameChanges(CreateRemove):
         except ExistsError:
             self._correct(*new)
             raise
-        except NotFoundError:
-            if condition == IF_ABSENT:
+        except StoreError as error:
+            is_gone = isinstance(error, NotFoundError)
+            if condition == IF_ABSENT or not (is_gone or error.may_be_done):
                 raise
-            made = await self._store.head(key)
+            made = await find(self._store, key)
+            if made is None or made.size != source.size:
+                raise
             was_there = isinstance(condition, Expect) and made.etag == condition.etag
-            if made.size != source.size or (was_there and made.etag != source.etag):
+            is_equal = made.etag == source.etag
+            if (was_there and not is_equal) or not (is_gone or (is_equal and not was_there)):
                 raise
             self._unanswered.confirm(key, made)
             return source, made

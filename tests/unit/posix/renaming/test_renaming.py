@@ -172,7 +172,6 @@ async def test_an_empty_directory_stays_whose_rename_fails(
 ) -> None:
     """Its marker was deleted, but there was no answer."""
     process.store.put("old/", content, mode="16832")
-
     process.store.after = failing(UnreachableError("old/"), ("DELETE", "old/"))
     with pytest.raises(UnreachableError):
         await process.rename("old", "new")
@@ -201,12 +200,8 @@ async def test_a_fault_in_one_rename_ends_no_mount(
     """The next process would meet it as well; other renames go on."""
     fill(process.store, "old/", 2)
     fill(process.store, "other/", 2)
-
-    def fail(what: str, key: str) -> None:
-        if what == "DELETED" and key in ("old/1", "other/1"):
-            raise UnreachableError(key)
-
-    process.store.before = fail
+    refused = ("DELETED", "old/1"), ("DELETED", "other/1")
+    process.store.before = failing(UnreachableError("1"), *refused)
     await process.rename("old", "new")
     await process.rename("other", "another")
     process.store.before = failing(LookupError("old/"), ("LIST", "old/"))
@@ -224,12 +219,8 @@ async def test_a_fault_in_one_rename_ends_no_mount(
 
 async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(process: Process) -> None:
     tree = fill(process.store, "old/")
-
-    def refuse(what: str, key: str) -> None:
-        if what in ("DELETE", "DELETED") and key.startswith("old"):
-            raise AccessDeniedError(key)
-
-    process.store.before = refuse
+    refused = ("DELETE", "old/"), ("DELETE", "old/1")
+    process.store.before = failing(AccessDeniedError("old"), *refused)
     assert await process.load("old/1") == b"1"
     with pytest.raises(AccessDeniedError):
         await process.rename("old", "new")
@@ -243,7 +234,6 @@ async def test_a_bucket_that_lets_nothing_be_deleted_keeps_its_names(process: Pr
 
 async def test_what_cannot_be_deleted_yet_is_deleted_later(process: Process) -> None:
     tree = fill(process.store, "old/")
-
     process.store.before = failing(UnreachableError("old/2"), ("DELETED", "old/2"))
     await process.rename("old", "new")
     assert below(process.store, "old/") == {"2": b"2"}
@@ -261,7 +251,6 @@ async def test_what_cannot_be_deleted_yet_is_deleted_later(process: Process) -> 
 
 async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> None:
     fill(mount.store, "old/")
-
     mount.store.before = failing(UnreachableError("old/2"), ("DELETED", "old/2"))
     async with mount.serving() as process, trio.open_nursery() as nursery:
         await process.rename("old", "new")
@@ -295,6 +284,12 @@ async def test_a_rename_that_is_not_finished_is_pending(mount: MortalMount) -> N
         (b"\xff", "damaged"),
         (b'{"format": 2, "phase": ""}', "damaged"),
         (b'{"source": "", "phase": "copying"}', "of another version of fusefs"),
+        (
+            b'{"format": 2, "mount": "1", "until_ns": null, "is_switching": false,'
+            b' "source": "other", "old": "old/", "new": "new/", "phase": "copying",'
+            b' "has_replaced": false}',
+            "a rename of other is not finished",
+        ),
     ],
 )
 async def test_a_record_that_cannot_be_used_ends_no_mount(
@@ -312,17 +307,23 @@ async def test_a_record_that_cannot_be_used_ends_no_mount(
     assert path.is_dir() or path.read_bytes() == record
 
 
+@pytest.mark.parametrize("step", ["replace", "sync_directory"])
 async def test_a_disk_that_is_read_only_blocks_nothing(
-    process: Process, monkeypatch: pytest.MonkeyPatch
+    process: Process, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
+    """What is on record is done: the next process would do it as well."""
     fill(process.store, "old/", 1)
     refuse = Mock(side_effect=OSError(errno.EROFS, "read-only"))
-    monkeypatch.setattr(files, "replace", refuse)
+    monkeypatch.setattr(files, step, refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(OSError, match="read-only"):
+    if step == "replace":
+        with pytest.raises(OSError, match="read-only"):
+            await process.rename("old", "new")
+        with trio.fail_after(5):
+            await process.mkdir("old/made")
+    else:
         await process.rename("old", "new")
-    with trio.fail_after(5):
-        await process.mkdir("old/made")
+        assert await process.listing() == ["new"]
 
 
 async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(
@@ -346,21 +347,6 @@ async def test_the_next_mount_finishes_what_a_dead_machine_had_begun(
                 assert below(mount.store, "new/") == tree
                 assert await process.listing() == ["new"]
                 assert await process.load("new/sub/x") == b"x"
-
-
-async def test_a_record_of_another_bucket_is_left_alone(mount: MortalMount) -> None:
-    fill(mount.store, "old/")
-    record = mount.directory / "renames" / "1.json"
-    record.parent.mkdir()
-    text = (
-        '{"format": 2, "mount": "1", "until_ns": null, "is_switching": false,'
-        ' "source": "other", "old": "old/", "new": "new/", "phase": "copying",'
-        ' "has_replaced": false}'
-    )
-    record.write_text(text)
-    async with mount.serving() as process:
-        assert process.changes.renames.describe() == []
-    assert record.read_text() == text
 
 
 @pytest.mark.parametrize("flags", [EXCHANGE, WHITEOUT, NOREPLACE | EXCHANGE])
@@ -464,17 +450,23 @@ async def test_removing_a_tree_looks_once_into_each_directory(process: Process) 
     assert process.store.count("LIST") <= 2 + 2
 
 
-async def test_a_rename_that_fails_shows_what_it_has_replaced(process: Process) -> None:
-    """The file is there under its old name as well, and gets the mode that it was given before."""
-    process.store.put("new", b"replaced")
+@pytest.mark.parametrize("is_replacing", [False, True])
+async def test_a_rename_that_may_delete_nothing_shows_both_files(
+    process: Process, *, is_replacing: bool
+) -> None:
+    """That under the old name gets the mode that it was given before."""
+    if is_replacing:
+        process.store.put("new", b"replaced")
     fh = await process.create("old", b"moved")
     await process.writer.flusher.fsync(fh)
     await process.set_attributes("old", mode=0o600)
 
-    process.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
-    assert await process.load("new") == b"replaced"
+    refused = ("DELETE", "old"), ("DELETE", "new")
+    process.store.before = failing(UnreachableError("old"), *refused)
+    assert not is_replacing or await process.load("new") == b"replaced"
     with pytest.raises(UnreachableError):
         await process.rename("old", "new")
+    assert await process.listing() == ["new", "old"]
     assert await process.load("new") == await process.load("old") == b"moved"
     await process.close(fh)
     await process.writer.deferred.drain()
@@ -482,17 +474,15 @@ async def test_a_rename_that_fails_shows_what_it_has_replaced(process: Process) 
 
 
 @pytest.mark.parametrize("is_replacing", [False, True])
-async def test_a_file_whose_old_object_is_deleted_without_an_answer_is_renamed(
-    process: Process, is_replacing: bool
+@pytest.mark.parametrize("lost", [("DELETE", "old"), ("COPY", "new")])
+async def test_a_file_whose_copy_or_delete_has_no_answer_is_renamed(
+    process: Process, lost: tuple[str, str], *, is_replacing: bool
 ) -> None:
-    """Its copy is all that there is."""
+    """Its copy is all that there is, or would be left under the new name."""
     process.store.put("old", b"moved")
-
-    def lose(what: str, key: str) -> None:
-        if (what, key) == ("DELETE", "old"):
-            raise UnreachableError(key)
-
-    process.store.after = lose
+    error = UnreachableError(lost[1])
+    error.may_be_done = True
+    process.store.after = failing(error, lost)
     fh = await process.create("new", b"new") if is_replacing else None
     await process.rename("old", "new")
     assert await process.listing() == ["new"]
