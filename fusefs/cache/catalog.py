@@ -127,7 +127,7 @@ class Row:
 # A range of keys [first, stop). SQLite orders bytes after all text, so b"" as stop is no limit.
 KeyRange = tuple[str, str | bytes]
 # Returns those of the given keys whose files stay excluded from eviction.
-Stay = Callable[[Collection[str]], Collection[str]]
+Stay = Callable[[Mapping[str, str]], Collection[str]]
 
 # How long to wait for another mount that locks the database.
 BUSY_S = 30.0

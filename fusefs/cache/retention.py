@@ -221,10 +221,10 @@ class Retention:
         """Let a retained file be evicted, until its version is used again."""
         if file.version is not None:
             await self._writer.record()
-            if not file.is_retained:
-                return  # a newer version of the key has its row by now
-            key = file.version.key
-            await self._writer.release(key, lambda keys: {other for other in keys if other != key})
+            # The key's row may be a newer version's by now, which another mount may have written.
+            await self._writer.release(
+                file.version.key, lambda names: {key for key in names if names[key] != file.name}
+            )
         self.note(file, is_retained=False)
 
     def retain_again(self, file: CacheFile) -> None:

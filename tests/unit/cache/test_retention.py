@@ -90,20 +90,25 @@ async def test_another_mount_evicts_no_file_that_is_pinned(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_obsolete", [False, True])
+@pytest.mark.parametrize("is_of_another_mount", [False, True])
 async def test_of_a_pinned_object_the_newest_version_is_retained(
-    parts: Parts, *, is_obsolete: bool
+    parts: Parts, tmp_path: Path, *, is_obsolete: bool, is_of_another_mount: bool
 ) -> None:
     await parts.cache.retention.add(["a"])
     old, new = ObjectVersion("a", '"1"', 100), ObjectVersion("a", '"2"', 100)
     await parts.fetch(old)
     await parts.cache.record()
-    await parts.fetch(new)
-    if is_obsolete:
-        parts.cache.obsolete(old)
-        await parts.evictor.tend()
-    await parts.cache.record()
-    retained = [parts.cache.find(one) for one in (old, new)]
-    assert [file is not None and file.is_retained for file in retained] == [False, True]
+    async with cache_in(tmp_path) as another:
+        newest = another if is_of_another_mount else parts
+        await newest.fetch(new)
+        await another.cache.record()
+        if is_obsolete:
+            parts.cache.obsolete(old)
+            await parts.evictor.tend()
+        for mount, version_, is_retained in ((parts, old, False), (newest, new, True)):
+            await mount.cache.retention.learn()
+            file = mount.cache.find(version_)
+            assert (file is not None and file.is_retained) == is_retained
 
 
 async def test_what_another_pin_covers_stays_retained(tmp_path: Path) -> None:
