@@ -8,6 +8,7 @@ user is told its target.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from urllib.parse import urljoin, urlsplit
 
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -19,8 +20,12 @@ def complaint(location: str | None, url: str, *, knows_region: bool = False) -> 
     None if the redirect is to the same server and its answer named the bucket's right region
     (`knows_region`): then the request only has to be signed for that region.
     """
-    requested, target = urlsplit(url), urlsplit(urljoin(url, location or ""))
-    if (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
+    requested, target = urlsplit(url), urlsplit("")
+    with suppress(ValueError):  # as brackets without an IPv6 address cause it
+        target = urlsplit(urljoin(url, location or ""))
+    if not target.netloc:
+        where = "to an address that is not valid"
+    elif (requested.scheme, requested.netloc) != (target.scheme, target.netloc):
         host = target.netloc.rpartition("@")[2]
         where = f"to {target.scheme}://{host}: if that is meant, use it as the endpoint"
     elif knows_region:

@@ -85,27 +85,24 @@ def test_a_proxy_is_named_without_its_password(
     assert cause.is_retryable == may_pass
 
 
-async def _complaint(shared: Bucket, faulty: FaultyS3, **answer: Any) -> str:
-    faulty.clear()
-    async with opened(shared, faulty) as store:
-        faulty.add(**answer)
-        with pytest.raises(StoreError) as raised:
-            await store.check("")
-        assert store.counters()["retries"] == 0
-    return str(raised.value)
-
-
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 async def test_an_endpoint_that_redirects_names_its_target(
     shared: Bucket, faulty: FaultyS3, status: int
 ) -> None:
-    away = {"location": "https://s3.example.org:9000/bucket"}
-    sentence = await _complaint(shared, faulty, status=status, headers=away)
-    assert f"{faulty.endpoint_url} redirects to https://s3.example.org:9000: " in sentence
-    sentence = await _complaint(shared, faulty, status=status, headers={"location": "/login"})
-    assert f"{faulty.endpoint_url} redirects to its own path /login" in sentence
-    sentence = await _complaint(shared, faulty, status=status)
-    assert f"{faulty.endpoint_url} redirects and does not say where to" in sentence
+    for headers, expected in (
+        ({"location": "https://s3.example.org:9000/bucket"}, "to https://s3.example.org:9000: "),
+        ({"location": "/login"}, "to its own path /login"),
+        ({"location": "https://[s3"}, "to an address that is not valid"),
+        ({"location": "s3.example.org:9000"}, "to an address that is not valid"),
+        ({}, "and does not say where to"),
+    ):
+        faulty.clear()
+        async with opened(shared, faulty) as store:
+            faulty.add(status=status, headers=headers)
+            with pytest.raises(StoreError) as raised:
+                await store.check("")
+            assert store.counters()["retries"] == 0
+        assert f"{faulty.endpoint_url} redirects {expected}" in str(raised.value)
 
 
 async def test_a_redirect_that_comes_later_is_named_too(store: S3Store, faulty: FaultyS3) -> None:
