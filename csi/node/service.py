@@ -408,14 +408,13 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         stack = table.stack(target)
         if any(not mount.is_fusefs for mount in stack):
             raise FailedPreconditionError(f"{target}: what is mounted there is not a volume")
-        lost = set()
+        keys = set[str]()
         for mount in stack:
             record = self._mounts.behind(mount, table)
             if record is not None and record.volume_id != volume_id:
                 return  # another volume is mounted at the target
-            key = self._mounts.key_behind(mount, table)
-            if record is None and key is not None:
-                lost.add(key)
+            if (key := self._mounts.key_behind(mount, table)) is not None:
+                keys.add(key)
         records = self._mounts.records.of_volume(volume_id)
         for record in records:
             self._warmups.remove_waiter(record.key, target)
@@ -437,13 +436,15 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             raise UnavailableError(f"{target} {where}: {error.strerror}") from error
         self._pods.forget(target)
         for record in records:
+            if keys and record.key not in keys:
+                continue  # another mount of the volume; the target's end does not wait for it
             is_used = self._mounts.references(record.key, MountTable())
             if not is_used and not self._warmups.is_awaited(record.key):
                 if self._drains.end(record, ends):
                     self._warmups.forget(record.key)
                 else:
                     log.info("%s: the mount goes on for a copy of %s", record.source, target)
-        for key in lost:  # mounts whose records were lost
+        for key in keys.difference(record.key for record in records):  # without a record
             if not self._mounts.references(key, MountTable()):
                 self._mounts.end_key(key, ends)
 

@@ -8,7 +8,8 @@ kernel's table (linux/mountinfo.py) tells what is mounted. This module and the c
 never call stat(2) or open(2) on a mountpoint: both block while the mount's daemon hangs.
 
 A record identifies its daemon by pid and start time, as another process may get the
-pid later. The next process that finds the record of a dead daemon removes it.
+pid later. The next process that finds the record of a dead daemon removes it, unless a
+process listens on its socket: a daemon in another PID namespace looks dead as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from fusefs.keeper.exchange import peer
 from fusefs.linux import files, mountinfo
 
 RUNTIME_VARIABLE = "FUSEFS_RUNTIME_DIRECTORY"
@@ -293,10 +295,10 @@ def registration_of(mountpoint: Path) -> Registration | None:
     registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)
-        if mount is not None and mount.is_fusefs:
-            return registration
-        unregister(mountpoint)
-        return None
+        is_mounted = mount is not None and mount.is_fusefs
+        if not is_mounted and peer(registration.socket) is None:
+            unregister(mountpoint)
+            return None
     return registration
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from csi.node import bind_mount
+from csi.node.drain import LINGER_S
 from fusefs.linux import libc
 from tests.support.csi.node import Mode, Node, capability, running_node
 from tests.support.csi.pod import Pod, pod_reading
@@ -129,8 +130,8 @@ def test_a_mount_that_is_made_anew_is_each_pods_own(
 def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
     node: Node, data: Bucket, mode: int
 ) -> None:
-    target = node.target("pod")
-    volume = {"bucket": data.name, "prefix": "a", "cap": capability(mode), "drainTimeout": "13s"}
+    target, other = node.target("pod"), node.target("other-pod")
+    volume = {"bucket": data.name, "prefix": "a", "cap": capability(mode), "drainTimeout": "15s"}
     node.publish("volume", target, **volume)
     copy = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
@@ -140,6 +141,10 @@ def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
         assert time.monotonic() - began < ENDING_S
         assert not target.exists()
         assert len(node.daemons()) == 1  # for the agent
+        node.publish("volume", other, **volume, fileMode="640")
+        began = time.monotonic()
+        node.unpublish("volume", other)
+        assert time.monotonic() - began < LINGER_S  # it does not wait for the other mount
         node.publish("volume", target, **volume)
         assert (target / "hello").read_bytes() == b"hello"
         assert len(node.daemons()) == 1

@@ -50,24 +50,24 @@ def test_only_another_command_is_named_as_another_command(tmp_path: Path) -> Non
         raise BlockingIOError(errno.EAGAIN, "no process")
 
 
-def test_the_record_of_a_dead_daemon_is_removed(
-    runtime: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
-    registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
-    sleeper.kill()
-    sleeper.wait()
-    assert registry.all_mounts() == []
-    assert list(runtime.iterdir()) == []
-
-
-def test_a_pid_that_was_given_to_somebody_else_is_not_the_daemon(
-    runtime: Path, sleeper: subprocess.Popen[bytes]
+@pytest.mark.parametrize("is_pid_given_to_another", [True, False])
+def test_the_record_of_a_dead_daemon_is_removed_if_nothing_listens(
+    runtime: Path, sleeper: subprocess.Popen[bytes], *, is_pid_given_to_another: bool
 ) -> None:
     registration = registry.register(Path("/mnt/data"), "s3://bucket/", sleeper.pid)
-    record = registration.directory / "mount.json"
-    content = json.loads(record.read_text())
-    record.write_text(json.dumps(content | {"started": content["started"] - 1}))
-    assert registry.registration_of(Path("/mnt/data")) is None
+    if is_pid_given_to_another:
+        registration = registration._replace(started=registration.started - 1)
+        record = registration.directory / "mount.json"
+        record.write_text(json.dumps(registration._asdict()))
+    else:
+        sleeper.kill()
+        sleeper.wait()
+    with socket.socket(socket.AF_UNIX) as listener:  # as a daemon of another PID namespace
+        listener.bind(os.fspath(registration.socket))
+        listener.listen()
+        assert registry.all_mounts() == [registration]
+    assert registry.all_mounts() == []
+    assert list(runtime.iterdir()) == []
 
 
 def test_a_record_that_a_daemon_has_made_into_something_else_is_none(
