@@ -91,9 +91,13 @@ class SupervisorClient:
             return if_silent
 
     def end_daemons(self, root: Path) -> None:
-        """Have the supervisor, if it answers, kill the daemons of the mount at `root`."""
-        with contextlib.suppress(OSError):  # no supervisor, so no daemons
+        """Kill the daemons of the mount at `root`; UnavailableError if the supervisor is silent."""
+        try:
             supervisor_protocol.end(self._path, launcher.mount_number(root))
+        except (FileNotFoundError, ConnectionRefusedError):
+            pass  # no supervisor, so no daemons
+        except OSError as error:
+            raise UnavailableError(f"the daemons of {root} are not ended: {error}") from error
 
 
 def _name(root: KernelMount) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +120,20 @@ def test_a_held_mount_that_cannot_be_resumed_is_dropped_after_long(
     assert node.done == ["start"]
 
 
-@pytest.fixture
-def listening(tmp_path: Path) -> Iterator[Path]:
-    """A socket that never answers."""
-    path = tmp_path / "store.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.bind(str(path))
-        sock.listen()
-        yield path
-
-
-def test_a_descriptor_store_that_is_silent_may_hold_anything(
-    listening: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_supervisor_that_is_silent_may_hold_anything_and_have_daemons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_protocol, "ANSWER_S", 0.1)
-    with pytest.raises(OSError, match="timed out"):
-        SupervisorClient(SupervisorAddress(listening, False)).held()
-
-
-def test_a_descriptor_store_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
-    address = SupervisorAddress(tmp_path / "store.sock", False)
-    assert SupervisorClient(address).held() == set()
+    client = SupervisorClient(SupervisorAddress(tmp_path / "store.sock", False))
+    assert client.held() == set()
+    client.end_daemons(tmp_path)  # nothing listens yet
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(tmp_path / "store.sock"))
+        silent.listen()
+        with pytest.raises(OSError, match="timed out"):
+            client.held()
+        with pytest.raises(UnavailableError, match="not ended: timed out"):
+            client.end_daemons(tmp_path)
 
 
 def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
