@@ -75,7 +75,6 @@ class Walk:
     first_missing: str = ""
     looked_up: int = 0
     fetched_bytes: int = 0
-    late_since: float | None = None
     room: trio.Lock = field(default_factory=trio.Lock)  # held by the part that waits for room
     times: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OPENS))
 
@@ -152,10 +151,9 @@ class Prefetcher:
         if is_late:
             outcome = "position" if plan.is_ignored else "room" if walk.lacks_room else "rate"
             walk.late[outcome] += 1
-            walk.late_since = walk.late_since or time.time()
         else:
             walk.in_time += 1
-            walk.late_since = None
+            plan.late_since = None
         self.moved()
         return outcome
 
@@ -364,7 +362,6 @@ class Prefetcher:
             at += 1
         sizes = [size for size in ahead if size >= 0]
         pace = walk.pace()
-        is_stalled = plan.is_followed and not plan.is_done and not sizes
         return {
             "reader": plan.reader,
             "state": self.state(plan),
@@ -379,7 +376,7 @@ class Prefetcher:
             "opens": walk.in_time + sum(walk.late.values()),
             "in_time": walk.in_time,
             "late": dict(walk.late),
-            "late_since": walk.late_since if is_stalled else None,
+            "late_since": None if sizes or plan.is_done or plan.is_ignored else plan.late_since,
             "looked_up": walk.looked_up,
             "missing": walk.missing,
             "first_missing": walk.first_missing,

@@ -111,6 +111,7 @@ class Plan:
         self.low = self.high = self.jumps = self.skipped = 0
         self.is_ignored = self.is_confirmed = self.has_all = False
         self.last_expected = time.monotonic()
+        self.late_since: float | None = None  # epoch seconds: every open since then was late
         self._start_mark = crc32(prefix.encode())
         self._rest = b""  # an incomplete entry at the end
         self._segments: list[Segment] = []

@@ -147,6 +147,24 @@ def test_the_next_daemon_goes_on_with_a_plan(
     assert (plan["reader"], plan["position"]) == ("rank 0", 50)
 
 
+def test_a_stall_begins_with_an_open_that_waits_for_s3(
+    mounter: Mounter, data: Bucket, faulty: FaultyS3, tmp_path: Path
+) -> None:
+    faulty.clear()
+    here = mounter(bucket=data, endpoint_url=faulty.endpoint_url)
+    order = shuffled(1)
+    assert give(here, tmp_path, order[:40]).returncode == 0
+    subprocess.run(["cat", *order[:40]], cwd=here.path, stdout=subprocess.DEVNULL, check=True)
+    assert plan_of(here)["late_since"] is None
+    stalled = faulty.add("GET", stall=True)
+    assert give(here, tmp_path, order[40:]).returncode == 0
+    with subprocess.Popen(["cat", *order[40:]], cwd=here.path, stdout=subprocess.DEVNULL):
+        until(lambda: plan_of(here)["late_since"], "a program waits")
+        assert "ahead, no open in time for " in fusefs("status", here.path).stdout
+        faulty.remove(stalled)
+    assert plan_of(here)["late_since"] is None
+
+
 def test_bad_plans_get_one_line_and_disturb_nothing(
     mounter: Mounter, data: Bucket, tmp_path: Path
 ) -> None:
