@@ -95,6 +95,7 @@ def test_a_daemon_is_ended_through_a_supervisor_that_may_not_signal_it_as_root(
     with daemons_of(node, "first"):
         publish(node, target, shared)
         [root], [before] = node.roots(), node.daemons()
+        until(lambda: status_of(root)["is_serving"], "its keeper knows that it serves")
         control.exchange(registry.keeper_socket(root.mountpoint), {"do": "replace"}, PATIENCE_S)
         until(lambda: status_of(root)["daemon"] not in (None, before), "another is there")
         assert (target / "hello").read_bytes() == b"hello"
