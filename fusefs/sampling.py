@@ -100,7 +100,7 @@ class PlannedSampler:
 
 
 class _FileSender:
-    """Writes a plan to the mount's control file; `add` and `flush` work as in cli.plan.Sender."""
+    """Writes a plan to the mount's control file: `add` takes a path, `flush` writes those added."""
 
     def __init__(self, path: Path, reader: str) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -120,7 +120,7 @@ class _FileSender:
 
 
 class _Reader:
-    """Sends one reader's plan to the mount of its first path; `give` adds paths, `size` counts."""
+    """Sends one reader's plan to the mount of its first path: `give` adds, `size` counts paths."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -64,7 +64,7 @@ def config_of(given: str | None, environment: Mapping[str, str], mountpoint: str
     """Return the settings in the TOML file at the path `given`, a flag's value or None.
 
     For None the variable FUSEFS_CONFIG names the file, else DEFAULT_CONFIG is read if it is
-    readable. `mountpoint` and SettingsError are as in `from_config`.
+    readable. A table for `mountpoint` overrides the other settings. Raises SettingsError.
     """
     named = given or environment.get(CONFIG_VARIABLE)
     if not named and not os.access(DEFAULT_CONFIG, os.R_OK):

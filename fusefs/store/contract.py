@@ -120,8 +120,8 @@ class Store(Source, Protocol):
         """Delete an object; no error if there is none.
 
         With a (quoted) `etag`, a store that honours conditions of deletes keeps an object with
-        another ETag; that is no error. With `adopts`, such an object is deleted too, except after a
-        lost answer: the first attempt may have deleted the intended object.
+        another ETag; that is no error. With `adopts`, such an object is deleted too, unless an
+        attempt before had no answer, and so may have deleted the intended object.
 
         Raises:
             ConflictError: a directory's marker was to be deleted, but the object has content.

@@ -145,7 +145,7 @@ class ExclusiveCreates:
         self._copiers.pop(pid, None)
 
     def watch(self, staged: StagedFile) -> None:
-        """Plan to reserve a file after OPEN_S, if it is no larger than a lock file by then."""
+        """Reserve a new file in OPEN_S, if it is undecided and no larger than a lock file then."""
         if has_random_part(staged.key):
             return
         self._watched.append((trio.current_time() + OPEN_S, staged))

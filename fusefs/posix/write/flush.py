@@ -71,7 +71,7 @@ MOST_RUNS = 1000
 
 
 def pause_s(size: int) -> float:
-    """The seconds from the change of a file in use, which has `size` bytes, to its upload."""
+    """Seconds from a change to the upload of a file of `size` bytes that programs keep changing."""
     return max(EVERY_S, size / RATE)
 
 
@@ -288,7 +288,7 @@ class Flusher(MountPart):
             raise
 
     async def finish(self, inode: Inode) -> None:
-        """Do what a close does for a file changed by its path, unless it is open for writing."""
+        """Do what a close does, after truncate(2) by path; nothing if the file is open to write."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return
@@ -339,7 +339,7 @@ class Flusher(MountPart):
         self.uploads.start(staged, LATER_S)
 
     def _defer(self, staged: StagedFile) -> bool:
-        """Leave a file's attributes to `deferred`, without the file; False if that can't be."""
+        """Let `deferred` send a file's changed attributes, and unstage it; False if impossible."""
         inode, info = staged.inode, staged.inode.info
         if (
             staged.is_content_dirty
@@ -402,7 +402,7 @@ class Flusher(MountPart):
             self._staging.try_record(staged)
 
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
-        """Give a node its upload's key (`info`); its old name shows `theirs` (None: no object)."""
+        """Rename a node to its upload `info`; its old name shows `theirs` (None: no object)."""
         inode = staged.inode
         assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
@@ -489,7 +489,7 @@ class Flusher(MountPart):
         self._inodes.drop_unknown(staged.inode)
 
     def released(self, inode: Inode) -> None:
-        """Upload a staged file, undo its changes or cache it, unless a handle may write to it."""
+        """Upload, undo or cache a staged file, unless a program still has it open for writing."""
         staged = inode.staged
         if staged is None or self.may_be_written(inode):
             return

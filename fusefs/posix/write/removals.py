@@ -76,9 +76,9 @@ CLOCKS_NS = 60_000_000_000
 class Removal:
     """One object that is to be deleted.
 
-    A program removed the object at `removed_ns` by this machine's clock; this process knows that
-    `since` a time in trio's seconds. Callers wait for `work`, the next request, after which
-    `attempted` is set. `error` is that of the last request; setting `hurry` starts a retry now.
+    A program removed it at `removed_ns` (by this machine's clock); this process learnt of it at
+    `since` (trio's seconds). Callers wait for `attempted`, set after the next request; the waits
+    count for `work`. `error` is that of the last request; setting `hurry` starts a retry now.
     """
 
     key: str
@@ -182,7 +182,7 @@ class Removals:
         )
 
     def is_removing_from(self, prefix: str) -> bool:
-        """True if a program removes many files, and S3 has just deleted one in this directory."""
+        """True if a program is removing many files, and S3 has just deleted one in `prefix`."""
         now = trio.current_time()
         is_removing = self._row >= MANY and now < self._last + PAUSE_S
         return is_removing and self._allowed.get(prefix, -math.inf) > now
@@ -208,7 +208,7 @@ class Removals:
                 raise removal.error
 
     async def flush_at(self, key: str) -> None:
-        """Call `flush` for a/b/c, and for a and a/b: some servers have no key below an object."""
+        """Call `flush` for a, a/b and the key a/b/c; some servers allow no key below an object."""
         if not self._by_key:
             return
         at = key.find("/")
@@ -257,7 +257,7 @@ class Removals:
             self._is_running = False
 
     async def _delete_all(self, batch: list[Removal]) -> None:
-        """Send one DeleteObjects request, and release `_requests`; retry failed removals singly."""
+        """Send one DeleteObjects request; free its slot in `_requests`; retry failures singly."""
         etags = {removal.key: removal.etag for removal in batch}
         failed: dict[str, Exception] = {}
         try:

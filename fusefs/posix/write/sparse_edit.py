@@ -85,7 +85,7 @@ class SparseEditor:
             base.filled.add(first, -(-last // PAGE) * PAGE)
 
     async def follow(self, base: EditBase, lost: ObjectVersion) -> bool:
-        """Make the file's own upload the base if it replaced `lost`; True if the base changed."""
+        """Replace the base `lost` by this file's own upload if that took its key; False if not."""
         found = await find(self._store, lost.key)
         if found is None:
             return False

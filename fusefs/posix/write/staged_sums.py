@@ -29,7 +29,7 @@ SMALL = 128 << 10
 
 
 async def note(staged: StagedFile) -> None:
-    """Compute and store a content's checksum, unless known or changing; OSError if unreadable."""
+    """Store a content's checksum, unless known or the content changes; OSError if unreadable."""
     if staged.sum is not None or staged.base is not None or staged.lock.locked():
         return
     changes = staged.changes

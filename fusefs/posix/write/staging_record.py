@@ -111,14 +111,14 @@ def _attribute_of(fd: int) -> dict[str, Any] | None:
 
 
 def may_tell_uploaded(record: bytes) -> bool:
-    """True if a record may say that the bucket has the content; b"" means an unknown record."""
+    """True if a record says, or may say (b"": unknown), that the bucket has the content."""
     if record.startswith(b"{") or not record:
         return b'"uploaded": null' not in record
     return bool(_BRIEF.unpack_from(record)[-1])
 
 
 def may_tell_appended(record: bytes) -> bool:
-    """True if a record may say that a file was only appended to; b"" means an unknown record."""
+    """True if a record says, or may say (b"": unknown), that a file was only appended to."""
     return not record or (record.startswith(b"{") and b'"appended_from": null' not in record)
 
 

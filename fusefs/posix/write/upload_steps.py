@@ -113,9 +113,9 @@ class UploadSteps:
         return info
 
     def lacks_conditions(self, staged: StagedFile) -> bool:
-        """Note, after a refused upload, that the store supports no conditions; True to try again.
+        """Send no more conditions, as the store refused one (501); True to try the upload again.
 
-        False if the refused request sent no content that is built on an object (`_is_built`).
+        False, without a change, unless the refused content is built on an object (`_is_built`).
         """
         if not staged.is_content_dirty or not self._is_built(staged):
             return False

@@ -90,8 +90,8 @@ class UploadAttempt:
 class StreamingUpload:
     """The upload of a file's full parts while a program still writes the file.
 
-    The file's `UploadAttempt` has the same `work`, as requests that wait for the upload wait for
-    these parts too. Once `is_last` is set, no further part is sent.
+    Its `work` is also that of the file's `UploadAttempt`, if any: a wait for the upload is a wait
+    for these parts too. After `is_last` is set, no further part is begun here.
     """
 
     work: Work
@@ -169,7 +169,7 @@ class Uploader(UploadSteps):
 
     @asynccontextmanager
     async def locked(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock; while an upload has it, the wait is counted as one for its `work`."""
+        """Hold a file's lock; count a wait for an upload that has it as a wait for the upload."""
         attempt = self._attempts.get(staged)
         if attempt is not None and staged.lock.locked():
             with waiting_for(attempt.work):
@@ -383,7 +383,7 @@ class Uploader(UploadSteps):
         raise OSError(errno.ESTALE, "somebody else has replaced the object") from error
 
     def note_uploaded(self, staged: StagedFile, info: ObjectInfo, described: int) -> None:
-        """Note that `info` has a file's content, and its first `described` attribute changes."""
+        """Note that `info` has a file's content, and its attributes up to change `described`."""
         if staged.is_content_dirty and staged.meta.other:
             staged.meta = replace(staged.meta, other=())
         staged.is_meta_dirty = staged.meta_changes != described

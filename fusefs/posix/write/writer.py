@@ -260,7 +260,7 @@ class Writer(MountPart):
         `is_anew`: the program writes the file from scratch, so the upload replaces any version.
 
         Raises:
-            OSError: ESTALE; the object was replaced, or its name's new node is to be opened.
+            OSError: ESTALE; the object was replaced, or a new node has the copy, to be opened.
         """
         if not self.flusher.may_be_written(inode):
             self._check_overwriting(inode)
@@ -328,7 +328,7 @@ class Writer(MountPart):
             yield
 
     def _check_node(self, inode: Inode, *, was_current: bool) -> None:
-        """Raise ESTALE if a node that was current (`was_current`) was replaced meanwhile."""
+        """Raise ESTALE if a node that `was_current` when its staging began is replaced by now."""
         if was_current and not inode.is_current and not inode.is_removed:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
@@ -339,6 +339,7 @@ class Writer(MountPart):
 
         Passthrough readers can't be given another file, so they share the cached copy with the
         writer. If that copy has other users, the readers stay with the old node and content.
+        `was_current`: the node was not replaced when the staging began; ESTALE if it is by now.
         """
         info = inode.object
         file = self._cache.pin(info.version)
@@ -363,7 +364,7 @@ class Writer(MountPart):
     async def _copied(
         self, inode: Inode, info: ObjectInfo, keep: int | None, *, was_current: bool
     ) -> StagedFile | None:
-        """Stage a copy of the content; None if a program began to read by passthrough meanwhile."""
+        """Stage a copy of `keep` bytes (None: all); None if passthrough reads began meanwhile."""
         was_read = bool(inode.passthrough)
         if was_read:
             keep = None  # the program truncates the file when it opens the new node
@@ -420,7 +421,7 @@ class Writer(MountPart):
     async def _shared(
         self, inode: Inode, file: CacheFile, *, was_current: bool
     ) -> StagedFile | None:
-        """Stage the cached copy itself; None if other users or an error keep it in the cache."""
+        """Stage `file` itself, shared with its readers; None if other users or errors forbid it."""
         if self.staging.edits(file) or not await self.sharing.begin(file):
             return None
         info = inode.info
@@ -463,8 +464,7 @@ class Writer(MountPart):
     ) -> Answer[int]:
         """Write to an open file for the lock owner `owner`; return the number of bytes written.
 
-        `is_appended`: the program has the file open with O_APPEND, and this is no store through
-        a mapping.
+        `is_appended`: this is a write with O_APPEND, and no store through a mapping.
         """
         staged = self._staged_of(fh)
         if not is_appended and staged.only_appended:
@@ -516,8 +516,8 @@ class Writer(MountPart):
     ) -> int:
         """Write once a file's lock is free; return the byte count.
 
-        For an append, `rebases` is the file's count at the request. If the file has another count
-        by now, its content was put behind a newer object, and the bytes go to its new end.
+        For an append, `rebases` says how often the file's content had been put behind a newer
+        object at the request (else None). If it has been since, the bytes go to the new end.
         """
         async with self.uploads.locked(staged):
             staged.check_kept()
@@ -596,7 +596,7 @@ class Writer(MountPart):
             os.ftruncate(staged.fd, stop)
 
     async def truncate(self, inode: Inode, size: int, *, is_anew: bool) -> None:
-        """Set a file's size; upload the file unless it is open for writing. Raises as `stage`."""
+        """Set a file's size; upload it unless open to write. `is_anew` and errors: see `stage`."""
         await self.stage(inode, keep=size, is_anew=is_anew)
         await self.flusher.finish(inode)
 

@@ -56,7 +56,7 @@ class Hedging:
         self._allowance = min(float(MOST_AT_ONCE), self._allowance + SHARE)
 
     def note_first_byte(self, took_s: float) -> None:
-        """Record a first GET's seconds to its first byte, or to the end of both GETs of a race."""
+        """Record the seconds to a GET's first byte, or, if it was sent twice, until both ended."""
         self._samples.append(took_s)
         self._is_renewed_in -= 1
         if not self._is_renewed_in:

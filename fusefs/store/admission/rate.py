@@ -112,7 +112,7 @@ class Rate:
         self._unused_s = 0.0
 
     def _pass_unused(self, now: float) -> None:
-        """Advance `due` to LATE_S before `now` if it is earlier; count the difference as unused."""
+        """Drop turns due more than LATE_S before `now`, and count their time as unused."""
         unused_s = max(0.0, now - LATE_S - self.due)
         self._unused_s += unused_s
         self.due += unused_s

@@ -181,8 +181,8 @@ class Transfer(_engine.Transfer):
 
     `completion` is set once no thread uses the request's descriptors and body any more. Without an
     `on_progress`, `sums` then has the checksums of all written bytes. `take_file` of a complete
-    transfer returns the descriptor of the file that it created, or -1. A created file that is not
-    taken is removed.
+    transfer returns the descriptor of the file created at `FileSink.path`, or -1. A created file
+    that is not taken is removed.
     """
 
     __slots__ = (
