@@ -12,7 +12,7 @@ from contextlib import suppress
 
 
 def set_title(role: str, source: str, mountpoint: str, *, spared: int = 0) -> None:
-    """Set the process title, if the kernel allows it; the last `spared` bytes stay as they are."""
+    """Set the process title, if the kernel allows; keep the command line's last `spared` bytes."""
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/comm", "w") as comm:
             comm.write(f"fusefs.{role}")

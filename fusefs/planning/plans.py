@@ -235,7 +235,7 @@ class Plans:
                 self._known.clear()
 
     def record(self, after: int) -> dict[str, Any]:
-        """Return paths that programs opened, after the `after` paths that the caller has.
+        """Return the paths of the next recorded opens, from open number `after` on (0: the first).
 
         The first call starts the recording, which ends after RECORD_S without a call.
         """

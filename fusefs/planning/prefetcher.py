@@ -79,7 +79,7 @@ class Walk:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OPENS))
 
     def pass_by(self) -> None:
-        """Remove the entries that the reader has passed from `ahead`, `ready` and their sums."""
+        """Drop entries that the reader passed (after a jump: all) from `ahead` and `ready`."""
         plan = self.plan
         if plan.jumps != self.jumps:
             self.jumps, self.at = plan.jumps, plan.low
@@ -189,7 +189,7 @@ class Prefetcher:
                         walk.at += 1
 
     async def _has_next(self, walk: Walk) -> bool:
-        """Return True if the first entry of `walk.next` should be fetched now; may wait first."""
+        """Return True to fetch the first of `walk.next` now; on False, call again (it may wait)."""
         plan = walk.plan
         walk.pass_by()
         under_way = walk.ahead_bytes - walk.ready_bytes
@@ -266,7 +266,7 @@ class Prefetcher:
             self.moved()
 
     async def _info(self, path: str, *, is_again: bool = False) -> ObjectInfo | None:
-        """Return a path's object, or None; `is_again`: ask S3 unless the listing is relied on."""
+        """Look up a path; None if it is no file. `is_again`: rely on no page that is only shown."""
         prefix, name = names.split_key(self._prefix + path)
         if not all(map(names.is_expressible, path.split("/"))) or names.is_private(prefix, name):
             return None

@@ -71,7 +71,7 @@ class Segment:
         return self._mask + 1 - len(self.marks)
 
     def add(self, marks: Sequence[int]) -> int:
-        """Add entries (checksums of keys) as far as they fit; return how many seem to be new."""
+        """Add entries (checksums of keys), `room` at most; return about how many keys are new."""
         heads, links, own, mask, new = self._heads, self._links, self.marks, self._mask, 0
         number = len(own)
         for mark in marks:

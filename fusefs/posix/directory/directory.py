@@ -60,7 +60,7 @@ class Directory:
         return None
 
     def doubt_carried(self, name: str) -> None:
-        """Set the file `name` to None (it may exist) in the segments whose `pending` carries it."""
+        """Set file `name` to None (it may exist) in the `pending` of segments that can carry it."""
         position = names.position(name)
         for segment in self.segments:
             if segment.pending is None or segment.stop is None:

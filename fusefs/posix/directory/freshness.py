@@ -52,19 +52,19 @@ def belief_s(still_s: float, before_s: float, most_s: float) -> float:
 
 
 class Creations:
-    """Counts the files that programs of this mount create one after the other."""
+    """Detects from this mount's changes that programs are creating file after file."""
 
     def __init__(self) -> None:
         self._count = 0
         self._latest = -math.inf
 
     def note(self, now: float, *, is_new: bool) -> None:
-        """Note the creation of a file (`is_new`) or another change, at this monotonic time."""
+        """Note a change at `now` (monotonic s); creations (`is_new`) count, and a pause resets."""
         if now - self._latest >= LONGEST_PAUSE_S:
             self._count = 0
         self._count += is_new
         self._latest = now
 
     def are_many(self, now: float) -> bool:
-        """True if a name that is looked up now is probably about to be created."""
+        """True if a name looked up now is probably about to be created: MANY files just were."""
         return self._count >= MANY and now - self._latest < LONGEST_PAUSE_S

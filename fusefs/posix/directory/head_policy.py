@@ -150,7 +150,7 @@ class HeadPolicy:
         return True
 
     def is_like_others(self, prefix: str, modified_ns: Sequence[int]) -> bool:
-        """Assume that files of these times lack attributes, if those of siblings do, else False."""
+        """True if sibling directories' files of such times lack attributes; then assume it here."""
         alike = self._alike.get(parent_of(prefix)) if prefix and modified_ns else None
         if alike is None or alike.has_attributes or alike.without < self.sample_size:
             return False

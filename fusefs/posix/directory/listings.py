@@ -144,7 +144,7 @@ class Directories:
     ) -> tuple[Entry | Absent, float]:
         """Look up a name; return its entry, and the monotonic time until which it is relied on.
 
-        If the bucket was asked, that time is not before the begin of this call. With
+        An answer that the bucket gave to this call is returned even if it has expired. With
         `is_opened`, for an open, an entry that is shown but not relied on is requested again.
         """
         began = time.monotonic()
@@ -348,7 +348,7 @@ class Directories:
         return segment
 
     async def _load_around(self, directory: Directory, name: str) -> None:
-        """Load the page that held a name, or one from the name on, or wait for one under way.
+        """Load the page known to cover a name, or one from the name on, or wait for one under way.
 
         In an unknown directory the first page is loaded, which mostly has all names: otherwise
         names in random order would cost a page for each name that sorts before all earlier ones.

@@ -91,7 +91,7 @@ class Walks:
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
     async def step(self, prefix: str, expect: Expect) -> None:
-        """Note a read of a directory that is not cached; in a walk, wait for a flat page first."""
+        """Note the read of an uncached directory; in a walk, return after a flat page is loaded."""
         if len(prefix) <= len(self._top):
             return  # the mount may not be allowed to list keys outside its prefix
         parent = parent_of(prefix)
