@@ -193,7 +193,7 @@ class Journal:
         self._append(Kind.REMOVED, ID.pack(nodeid))
 
     def number(self, place: int, number: int) -> None:
-        """Log the inode number of a place (file_numbers.py); if both are equal, drop the record."""
+        """Log the number at a place (file_numbers.py); a number equal to it drops the record."""
         self._append(Kind.NUMBER, NUMBER.pack(place, number))
 
     def stale(self, nodeid: int, pid: int, *, is_pending: bool) -> None:

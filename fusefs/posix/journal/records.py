@@ -76,7 +76,7 @@ class Kind:
 class LoggedNode:
     """A node's state in the log: the root has parent 0; `info` is None for a directory.
 
-    `entries_changed_ns` is as in `Inode`.
+    `entries_changed_ns` is the time of this mount's last change of a directory's entries, or 0.
     """
 
     nodeid: int

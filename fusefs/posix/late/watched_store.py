@@ -214,7 +214,7 @@ class WatchedStore:
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[UncertainKey]:
-        """Lock an uncertain key for a change; wait until `waits_until`, unless `is_covered`."""
+        """Lock a key; unless a condition guards the change (`is_covered`), await `waits_until`."""
         while True:
             entry = self.uncertain_keys.get(key)
             if entry is None:

@@ -130,7 +130,7 @@ class OwnObjects:
         return own if is_young and at and own.version == info.version else None
 
     async def describe(self, source: ObjectInfo, key: str, write: Write) -> ObjectInfo:
-        """Copy `source` to `key` with the metadata in `write`; StaleVersionError if replaced."""
+        """Copy `source` to `key` with `write`'s metadata; StaleVersionError if `source` changed."""
         own = self.get(source)
         made = await self._store.copy(
             own or source.version, key, write._replace(is_own=own is not None)
@@ -249,7 +249,7 @@ class DeferredAttributes:
             self._nursery.start_soon(self._run)
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
-        """Move a change made during the rename of `key` to the new object (None: drop it)."""
+        """Move a change, made during the rename of `key`, to the new object `info` (None: drop)."""
         entry = self._by_key.pop(key, None)
         if entry is not None:
             if info is not None:
@@ -278,7 +278,7 @@ class DeferredAttributes:
 
     @asynccontextmanager
     async def taken(self, key: str) -> AsyncIterator[DeferredChange | None]:
-        """Take a key's change out for the block, which sends or drops it; an error puts it back."""
+        """Hand a key's change, or None, to the block to send or drop; an error puts it back."""
         await self.until_unsent(key)
         entry = self._by_key.pop(key, None)
         if entry is None:
@@ -429,7 +429,7 @@ class DeferredAttributes:
         return True
 
     async def _copied(self, entry: DeferredChange) -> ObjectInfo:
-        """Send a change; if an unanswered request made the object anew, send it for that object."""
+        """Send a change; retry if its earlier, unanswered request has made the object anew."""
         try:
             earlier = entry.tokens
             return await self._copy(entry)

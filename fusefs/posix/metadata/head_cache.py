@@ -57,9 +57,9 @@ CLOCKS_NS = 5 * SECOND_NS
 
 @dataclass(slots=True, eq=False)
 class PendingHead:
-    """A HEAD request, under way or `done`; `info` is its answer, None if there is no object.
+    """A HEAD request, under way or `done`; it was sent at `sent` (monotonic seconds).
 
-    `sent` is the time of the request in monotonic seconds. A file without an object is an `error`.
+    `info` is the object, None if a directory has no marker; for a missing file there is an `error`.
     """
 
     key: str
@@ -237,7 +237,7 @@ class HeadCache:
                 await sampled.done.wait()
 
     def sample_ahead(self, prefix: str, segment: Segment) -> None:
-        """Start HEADs of a few names in a directory ahead of a program; one sample per parent."""
+        """Start a sample (HEADs) in a directory ahead of a program; per parent, one at a time."""
         has_room = len(self._sampled) * self._policy.sample_size < MOST_AHEAD
         if has_room and names.parent_of(prefix) not in map(names.parent_of, self._sampled):
             self._send_sample(prefix, segment, is_listed=True)

@@ -133,7 +133,7 @@ class CreateRemove(MountPart):
     async def file_now(self, inode: Inode) -> Inode:
         """Return the node that now has a file's name: a write may have given the name a new node.
 
-        For a file that this mount removed or replaced, return the file's `lead` node.
+        Of a file that this mount removed or replaced, return the node with the latest content.
         """
         if inode.lead is not None:
             return inode.lead
@@ -200,7 +200,7 @@ class CreateRemove(MountPart):
     async def _put_new(
         self, parent: Inode, name: str, put: Callable[[Condition], Awaitable[ObjectInfo]]
     ) -> ObjectInfo:
-        """Call `put` for a new object; EEXIST if its name exists (by condition, else by a look)."""
+        """Call `put` under a condition, or after a check by requests; EEXIST if the name exists."""
         try:
             return await put(IF_ABSENT)
         except UnsupportedError:
@@ -317,7 +317,7 @@ class CreateRemove(MountPart):
     async def _copy_expected(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta | None
     ) -> tuple[ObjectInfo, ObjectInfo]:
-        """Copy an object to `key`; if a late request has undone it, await its repair first.
+        """Copy `source` to `key`; if a late request has undone `source`, retry after its repair.
 
         Returns (the copied version, the copy). Raises StoreError if the repair takes too long.
         """
