@@ -111,7 +111,7 @@ class Store(Source, Protocol):
         conditions for copies, the copy is unconditional.
 
         Raises:
-            ConflictError: the strict condition does not hold; `ExistsError` for IF_ABSENT.
+            ConflictError: the condition of `write` does not hold; `ExistsError` for IF_ABSENT.
             NotFoundError: there is no such source.
             StaleVersionError: the source is no longer this version.
         """

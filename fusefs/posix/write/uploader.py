@@ -150,7 +150,7 @@ class Uploader(UploadSteps):
     def start(
         self, staged: StagedFile, delay_s: float = 0.0, *, is_background: bool = False
     ) -> UploadAttempt:
-        """Start a file's upload in `delay_s`, unless one is under way; return the attempt."""
+        """Return the running attempt, or start one in `delay_s` (`is_background`: file is open)."""
         attempt = self._attempts.get(staged)
         if attempt is None:
             ahead = self._aheads.get(staged)
