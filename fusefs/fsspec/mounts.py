@@ -60,7 +60,10 @@ class BucketMounts:
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Forget all mounts in a forked child: a change is reported once per shared descriptor."""
+        """Forget the mounts, at first and in each forked child.
+
+        The kernel reports a change once per open of its table, and a fork shares the open table.
+        """
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -72,7 +72,7 @@ class ControlFiles:
     ) -> tuple[dict[int, Handler], dict[int, Handler]]:
         """Return two tables of handlers by opcode: one for ordinary nodes, one for control files.
 
-        `others` is the table without control files; the first result also finds `.fusefs`.
+        `others` is the table without control files; the first result's LOOKUP finds `.fusefs` too.
         """
         look_up, name = others[Opcode.LOOKUP], f"{PRIVATE}\0".encode()
 
@@ -174,7 +174,7 @@ class ControlFiles:
     async def _accept(
         self, text: _Text, work: Callable[..., Awaitable[None]], *data: bytes
     ) -> None:
-        """Await `work(*data)` for a text; once that has raised OSError, all data get EINVAL."""
+        """Await `work(*data)`; after an OSError of it, all later calls for `text` get EINVAL."""
         async with text.lock:
             if text.why:
                 raise OSError(errno.EINVAL, text.why)
@@ -216,7 +216,7 @@ class _Text:
             raise OSError(errno.EINVAL, f"line {self._lines + 1}: it is too long for a path")
 
     async def end(self) -> None:
-        """Process the last line, then end the plan or start to warm the list's paths."""
+        """Process an unfinished last line, then end the plan, or begin to warm the paths."""
         if self._rest:
             await self._send([self._rest])
         if self.nodeid == PLAN:

@@ -137,7 +137,7 @@ class FastPathReader:
         return outcome
 
     def update(self) -> None:
-        """Enter the requests that compiled code has answered meanwhile in Python's tables."""
+        """Bring Python's tables up to date with the requests that compiled code has answered."""
         taken = self._compiled.take()
         if taken is None:
             return

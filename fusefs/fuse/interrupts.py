@@ -61,7 +61,11 @@ class ProcessInspector(Protocol):
         """The PID namespace of the keeper and of requests' pids; 0 if the keeper can't inspect."""
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Have the keeper call `callers.fate(pid)`, or with `ino` `callers.holding(pid, ino)`."""
+        """Ask the keeper about process `pid`: return one of `FATES` (linux/callers.py).
+
+        With `ino`, a file's st_ino, return instead HOLDS if the process or a child has the file
+        open for writing, HOLDS_NOT or UNKNOWN.
+        """
 
 
 class Callers:
@@ -79,11 +83,11 @@ class Callers:
         return bool(self._namespace) and not is_elsewhere
 
     def fate(self, pid: int) -> int:
-        """Return a process's fate (linux/callers.py), UNKNOWN if the daemon can't inspect it."""
+        """Return one of `FATES`: alive or ending; UNKNOWN if the daemon can't see the process."""
         return callers.fate(pid) if self._sees else UNKNOWN
 
     async def find_fate(self, pid: int) -> int:
-        """Return a process's fate; ask the keeper, which sees more, if it is UNKNOWN or EXITS."""
+        """Return one of `FATES`; ask the keeper, which sees more, if it looks UNKNOWN or EXITS."""
         seen = self.fate(pid)
         keeper = self.keeper
         if not pid or keeper is None or not keeper.namespace or seen not in (UNKNOWN, EXITS):
@@ -92,7 +96,7 @@ class Callers:
         return reported if reported != UNKNOWN else seen
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if a process or its child still has a file open for writing; None if unknown."""
+        """True if `pid` or its child has `ino` open for writing: a close follows; None: unknown."""
         seen = callers.holding(pid, ino) if self._sees else UNKNOWN
         if seen == UNKNOWN and pid and self.keeper is not None and self.keeper.namespace:
             seen = await self.keeper.look_at_process(pid, ino)

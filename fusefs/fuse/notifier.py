@@ -20,7 +20,7 @@ logger = logging.getLogger("fusefs.session")
 
 
 def note_lost_reply(error: OSError) -> None:
-    """Log that the kernel refused a reply or a notification, unless the error is a normal one."""
+    """Log that the kernel refused a reply or notification, unless the request or mount is gone."""
     # ENOENT: the request was aborted. ENODEV: unmounted, which the next read reports.
     if error.errno not in (errno.ENOENT, errno.ENODEV):
         logger.warning("the kernel refused a reply: %s", error.strerror)
@@ -38,7 +38,7 @@ class DeviceNotifier(KernelNotifier):
         return await self._callers.was_killed(pid)
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if thread `pid`'s process still has `ino` open for writing; None if unknown."""
+        """True if `pid` or its child has `ino` open for writing: a close follows; None: unknown."""
         return await self._callers.will_close(pid, ino)
 
     def invalidate_attributes(self, nodeid: int) -> None:

@@ -1,9 +1,8 @@
 """The session that serves a mount through pyfuse3 (libfuse), for `--session pyfuse3`.
 
-This session has all functions except passthrough, taking over a mount, and fallocate,
-which pyfuse3 lacks. libfuse shows the node id as st_ino, so the inode table uses
-the stable inode number as node id wherever that is free; a changed object gets a
-new node id.
+This session has all functions except passthrough, taking over a mount, and fallocate, which pyfuse3
+lacks. libfuse shows the node id as st_ino, so the inode table uses the stable inode number as node
+id wherever that is free; a changed object gets a new node id.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MOST_TASKS = 99
 
 
 class PyfuseNotifications(KernelNotifier):
-    """The notifications that libfuse can send."""
+    """Sends the kernel one kind of notification through libfuse: to drop a node's attributes."""
 
     def invalidate_attributes(self, nodeid: int) -> None:
         pyfuse3.invalidate_inode(nodeid, attr_only=True)
@@ -151,7 +150,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self._operations.release(fh)
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """Wait for a directory's removals in the bucket; a new name is as durable as the object."""
+        """Wait until the bucket has a directory's removals; fsync of a file covers its new name."""
         nodeid = self._listed(fh)
         if self._operations.mutations is None or not nodeid:
             return

@@ -103,7 +103,7 @@ class ReadHandlers:
     def packed_entry(
         self, inode: Inode, valid_s: float, attributes_valid_s: float | None = None
     ) -> bytes:
-        """Pack an inode's entry (fuse_entry_out), as LOOKUP and CREATE return it."""
+        """Pack an inode's fuse_entry_out; `attributes_valid_s` is `valid_s` by default."""
         seconds, rest = _valid(valid_s)
         of_attributes, rest_of_attributes = seconds, rest
         if attributes_valid_s is not None:
@@ -116,7 +116,7 @@ class ReadHandlers:
     def pack(self, inode: Inode) -> bytes:
         """Pack an inode's attributes (fuse_attr), and cache the result in the inode.
 
-        Not cached: attributes of a staged file, or of a node with a `lead`, which may change.
+        Attributes of a staged file, or shown from a `lead` node (inode.py), may change: not cached.
         """
         shown = self._operations.attributes(inode)
         seconds, rest = divmod(shown.mtime_ns, 1_000_000_000)

@@ -122,9 +122,10 @@ class Broker:
             self._post(wire.pack(wire.ENTRY, backing_id, device, inode))
 
     def serve(self, keeper: socket.socket) -> bool:
-        """Handle messages of daemon and keeper until the keeper dies; return True to succeed it.
+        """Handle messages of daemon and keeper until the keeper dies.
 
-        False in an upgrade whose new daemon was killed: the old daemon's broker succeeds it.
+        Returns True if this broker must become the keeper. With PREPARE it kills the new daemon and
+        returns False, because the old daemon's broker becomes the keeper.
         """
         self._keeper = keeper
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):

@@ -1,9 +1,8 @@
 """The keeper's named socket: requests and answers of one JSON line each (exchange.py).
 
-The socket belongs to the keeper's user alone, and the peer's credentials are
-checked as well. No client can hold the keeper up: sockets do not block, and a
-client that does not send its request, or does not take its answer, within
-`CLIENT_S` is disconnected.
+The socket belongs to the keeper's user alone, and the peer's credentials are checked as well. No
+client can hold the keeper up: sockets do not block, and a client that does not send its request, or
+does not take its answer, within `CLIENT_S` is disconnected.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
     """Make the keeper; take over a daemon that serves already, or start a new daemon.
 
     With `fuse_fd` in `given`, the launcher's JSON object, the mount exists, and its daemon is taken
-    over if the supervisor has one. Otherwise a daemon is started, unless `goes_on` says that the
-    old daemon still serves.
+    over if the supervisor has one. Otherwise a daemon is started, unless `goes_on` in `given` is
+    true: the old daemon still serves, without a keeper.
 
     Raises:
         OSError: no daemon was taken over, and none was started.
@@ -79,7 +79,7 @@ def begin(given: dict[str, Any], configuration: Configuration, listener: Listene
 
 
 def _find_daemon(configuration: Configuration, program: Program) -> DaemonProcess | None:
-    """Adopt the mount's daemon from the supervisor: None if it has none, OSError if unknown."""
+    """Adopt the mount's daemon from the supervisor; None without one, OSError if it can't tell."""
     if configuration.supervisor is None:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,11 +1,10 @@
 """The decisions of the keeper: when a daemon is started, replaced or given up.
 
-When a daemon dies, the keeper starts a new one at once, unless the mount is gone,
-the kernel cannot resend unanswered requests, or one daemon after the other died by
-itself within seconds. A kernel that cannot resend is no obstacle if the last daemon
-has answered all requests that it read, as in an upgrade. The death of a daemon that
-another process killed (the kernel does so when memory is short) does not count as a
-quick death, but the pause counts.
+When a daemon dies, the keeper starts a new one at once, unless the mount is gone, the kernel cannot
+resend unanswered requests, or one daemon after the other died by itself within seconds. A kernel
+that cannot resend is no obstacle if the last daemon has answered all requests that it read, as in
+an upgrade. The death of a daemon that another process killed (the kernel does so when memory is
+short) does not count as a quick death, but the pause counts.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class Keeper:
         return self._exit_code
 
     def report_failure(self) -> None:
-        """Tell the broker that this keeper ends by a fault of its own, not by a signal."""
+        """Tell the broker, which counts it, that this keeper ends by a fault, not by a signal."""
         daemon = self._processes.current
         if daemon is not None and daemon.broker is not None:
             daemon.broker.tell(wire.pack(FAILED))
@@ -253,7 +252,7 @@ class Keeper:
     # --- a daemon's end ---
 
     def _on_exit(self, daemon: DaemonProcess) -> None:
-        """React to a daemon's end: end the mount, or let an upgrade's or new daemon take over."""
+        """React to a daemon's end: end the mount, replace the daemon or fail the upgrade."""
         if self._exit_code is not None:
             return
         end = daemon.reason or describe_end(daemon.status)

@@ -1,10 +1,9 @@
 """The keeper's processes: daemons and their brokers, from start to end.
 
-If a daemon is silent for too long, the keeper sends it SIGUSR1, so that it logs
-its stacks, and then kills it. Messages that the broker has read before may arrive
-after the daemon's death; when these are handled too, policy.py decides about the
-daemon's successor. Nothing here waits for a process: a process that does not end
-because it hangs in the kernel is remembered and left behind.
+If a daemon is silent for too long, the keeper sends it SIGUSR1, so that it logs its stacks, and
+then kills it. Messages that the broker has read before may arrive after the daemon's death; when
+these are handled too, policy.py decides about the daemon's successor. Nothing here waits for a
+process: a process that does not end because it hangs in the kernel is remembered and left behind.
 """
 
 from __future__ import annotations
@@ -484,7 +483,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Kill an ended daemon's hanging broker; handle its messages on registered files only."""
+        """Kill an ended daemon's hanging broker; drop its messages, but for registered files."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return

@@ -6,12 +6,11 @@ that it starts. Over it the keeper sends signals to the daemon, which may be in 
 PID namespace, and learns when the daemon ends. When the connection closes, the keeper
 is gone: the daemon goes on without a keeper, until a new keeper sends ADOPT.
 
-The supervisor is also the descriptor store. A FUSE mount lives for as long as any
-process holds its /dev/fuse descriptor. The keeper opens it; after mounting, the
-broker, the daemon and the supervisor have copies. A daemon's successor gets the
-descriptor from a broker, after the keeper has sent the supervisor a new copy; a
-keeper's successor gets it from the supervisor. So both sides' containers may be
-replaced, one at a time.
+The supervisor is also the descriptor store. A FUSE mount lives for as long as any process holds its
+/dev/fuse descriptor. The keeper opens it; after mounting, the broker, the daemon and the supervisor
+have copies. A daemon's successor gets the descriptor from a broker, after the keeper has sent the
+supervisor a new copy; a keeper's successor gets it from the supervisor. So both sides' containers
+may be replaced, one at a time.
 
 Messages have the form of protocol.py; d is the mount's number. Messages of another
 version have kinds that are unknown here, and are refused.
@@ -120,7 +119,7 @@ class ProcessHandle:
         self.signal(signal.SIGKILL)
 
     def poll_end(self) -> int | None:
-        """Return the daemon's status from waitpid; None if the supervisor does not report it."""
+        """Read the daemon's waitpid status from the supervisor's report; None without a report."""
         assert self.supervisor is not None
         try:
             message = wire.receive(self.supervisor, KINDS)
@@ -203,7 +202,7 @@ def held(path: str, mount: int = 0, connection: int = 0) -> Iterator[tuple[int, 
 
 
 def fetch(path: str, mount: int, connection: int) -> int | None:
-    """Return a copy of the descriptor held for a mount, None without one. Raises as `held`."""
+    """Return a copy of a mount's held descriptor, or None; raises OSError if no process listens."""
     for found in held(path, mount, connection - 1):
         if found[:2] == (mount, connection):
             return found[2]

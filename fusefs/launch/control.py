@@ -1,10 +1,9 @@
 """Requests to a running daemon: a Unix socket, one JSON line each way.
 
-The daemon (daemon/control_socket.py) serves `status.sock` in the mount's runtime
-directory (registry.py); this module is the commands' side. A client sends
-`{"command": "status"}` and a newline, gets one line back, and the connection closes
-(keeper/exchange.py). Answers never wait for the mount, so even a mount on which all
-requests hang has a status.
+The daemon (daemon/control_socket.py) serves `status.sock` in the mount's runtime directory
+(registry.py); this module is the commands' side. A client sends `{"command": "status"}` and a
+newline, gets one line back, and the connection closes (keeper/exchange.py). Answers never wait for
+the mount, so even a mount on which all requests hang has a status.
 """
 
 from __future__ import annotations
@@ -36,5 +35,5 @@ class CommandError(Exception):
 
 
 def request(path: Path, command: str, timeout_s: float) -> Message:
-    """Send a command to the daemon that listens on `path`; return and raise as `exchange` does."""
+    """Send a command to the daemon at `path` and return its answer; raises ControlError."""
     return exchange(path, {"command": command}, timeout_s)

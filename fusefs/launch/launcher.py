@@ -120,7 +120,7 @@ def resume(
     """Start a new keeper for a mount without one, perhaps without daemon; return its process.
 
     Returns None if there is no mount, if it has a keeper, or if the supervisor holds no descriptor
-    of it. Arguments as for `start`.
+    of it. The keeper gets `environment`; `deadline` (monotonic seconds) limits the start.
 
     Raises:
         LaunchError: no daemon came up; the descriptor store still holds the mount.

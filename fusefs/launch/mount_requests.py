@@ -48,7 +48,7 @@ def keeper_request(mountpoint: Path, message: Message, timeout_s: float) -> Mess
 
 
 def keeper_status(mountpoint: Path, timeout_s: float) -> Message:
-    """Return the keeper's `pid`, `daemon`, `connection` and more; see `keeper_request`."""
+    """Ask the keeper for `pid`, `daemon` (a pid), `connection` and more; raises ControlError."""
     return keeper_request(mountpoint, {"do": "status"}, timeout_s)
 
 

@@ -93,7 +93,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _user_of(pid: int) -> int | None:
-    """Return a process's real uid, or None. Root owns an undumpable process's /proc/PID."""
+    """Return a process's real uid, even if root owns its /proc/PID; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The limit of this process's descriptors, some of which programs' files may not take."""
+"""The limit of this process's descriptors, of which `RESERVED` are not for programs' files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def raise_limit() -> None:
 
 
 def check_unreserved() -> None:
-    """Raise OSError (EMFILE) if only the descriptors that programs' files may not take are free."""
+    """Raise OSError (EMFILE) if all descriptors but the `RESERVED` ones are taken."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fd = os.dup(2)  # the lowest number that is free; all of this takes 2 µs
     os.close(fd)

@@ -34,11 +34,10 @@ def replace(
 ) -> None:
     """Replace a file's content atomically. Blocks.
 
-    The new content is written to `path` + `suffix`, then renamed. Processes that may
-    write at the same time need different suffixes. A file that an earlier writer left
-    under that name is removed first, so that no link is followed. `owner` is the uid
-    and gid of the new file. With `is_durable`, content and path are on the disk when
-    this returns.
+    The new content is written to `path` + `suffix`, then renamed. Processes that may write at the
+    same time need different suffixes. A file that an earlier writer left under that name is removed
+    first, so that no link is followed. `owner` is the uid and gid of the new file. With
+    `is_durable`, content and path are on the disk when this returns.
 
     Raises:
         OSError: the new content can't be written; the old content is still there.

@@ -66,7 +66,7 @@ def number_of(fuse_fd: int) -> int:
 
 
 def numbers() -> set[int]:
-    """Return the numbers of FUSE connections; without fusectl, of all devices with major 0."""
+    """Return the numbers of FUSE connections; without fusectl, minors of devices with major 0."""
     try:
         return {int(name) for name in os.listdir(FUSECTL) if name.isdecimal()} or _devices()
     except OSError:

@@ -1,9 +1,8 @@
 """Mounting: the options of a mount, and its /dev/fuse descriptor.
 
-For root, the keeper opens /dev/fuse and calls mount(2) (keeper/policy.py). For other
-users, fusermount3, the setuid helper of libfuse, does the same and sends the
-descriptor back over a socket, whose number is in the environment variable
-_FUSE_COMMFD.
+For root, the keeper opens /dev/fuse and calls mount(2) (keeper/policy.py). For other users,
+fusermount3, the setuid helper of libfuse, does the same and sends the descriptor back over a
+socket, whose number is in the environment variable _FUSE_COMMFD.
 
 No function here accesses the mount itself: a stat of it would wait for an answer
 of this very process.

@@ -129,7 +129,7 @@ def connection_at(path: str) -> int | None:
 
 
 def is_connection_mounted(connection: int) -> bool:
-    """True if the FUSE connection has a mount in this namespace."""
+    """True if the FUSE connection has a mount in this process's mount namespace."""
     return any(
         mount.device == f"0:{connection}" and mount.filesystem.startswith("fuse")
         for mount in kernel_mounts()
