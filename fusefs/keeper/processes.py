@@ -483,7 +483,7 @@ class ProcessTable:
             self.kill(daemon, "lost its broker")
 
     def _abandon(self, daemon: DaemonProcess) -> None:
-        """Kill an ended daemon's hanging broker; drop its messages, but for registered files."""
+        """Kill an ended daemon's hanging broker; handle only its messages on registered files."""
         broker, daemon.broker = daemon.broker, None
         if broker is None:
             return
