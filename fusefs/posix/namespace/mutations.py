@@ -75,7 +75,7 @@ class Mutations(MountPart):
     # Attributes and extended attributes
 
     def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
-        """Change attributes if that needs no wait, as after a write; None: `setattr` is needed."""
+        """Do the work of `setattr` if that needs no wait; else change nothing and return None."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
         is_named = inode.is_current or inode.staged is not None
@@ -133,7 +133,7 @@ class Mutations(MountPart):
         self._note_changed(requested, inode, shown)
 
     async def _file_now(self, requested: Inode) -> Inode:
-        """Return the node to change for `requested` (see `file_now`), and fetch its attributes."""
+        """Return the present node of the requested node's file, with its attributes fetched."""
         while True:
             inode = await self.changes.file_now(requested)
             if not _is_left_behind(inode):
@@ -145,7 +145,7 @@ class Mutations(MountPart):
             await self.changes.prefix_lock.until_open(*names)
 
     def _note_changed(self, requested: Inode, inode: Inode, meta: Meta) -> None:
-        """Show the new attributes of `inode` for the requested node too, if that is another one."""
+        """Show `meta` for the requested node too, if another node, `inode`, is the one changed."""
         if inode is not requested:
             requested.meta, requested.packed = meta, None
             self._state.notifier.invalidate_attributes(inode.nodeid)
@@ -202,7 +202,7 @@ class Mutations(MountPart):
     ) -> Answer[tuple[Inode, OpenResult]]:
         """Create and open a file; with O_EXCL, EEXIST if the file exists.
 
-        With `is_reserved` the bucket decides that now; else it may, when the content is uploaded.
+        With O_EXCL the bucket decides this: at once if `is_reserved`, else perhaps at the upload.
         """
         if known := self._state.handles.opened_by(caller.unique):
             handle = self._state.handles.files[known]

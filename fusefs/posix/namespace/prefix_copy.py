@@ -36,11 +36,11 @@ TRIES = 3
 
 
 class PrefixCopy:
-    """The copies of the objects below `old` to keys below `new`; `empty` is an empty file's fd.
+    """The copies of all objects below the prefix `old` to keys below the prefix `new`.
 
-    `is_dated` tells if an object's metadata is known to hold the modification time. `sources` are
-    the objects that were copied and `made` the copies, both by the old key. `total` is the number
-    of objects to copy. Methods that send requests raise StoreError if not all requests succeed.
+    `empty` is an empty file's fd, for markers. `is_dated` tells if an object's metadata is known to
+    hold the modification time. `sources` are the objects that were copied and `made` the copies,
+    by the old key; `total` counts the objects to copy. StoreError is raised if a request fails.
     """
 
     def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
@@ -67,12 +67,12 @@ class PrefixCopy:
         return {source.version: self.made[key] for key, source in self.sources.items()}
 
     def newest_copy_ns(self) -> int:
-        """The latest Last-Modified (ns) of the copies, without markers: this machine dates them."""
+        """The latest Last-Modified (ns) of the copies, except markers, whose time is not S3's."""
         copies = (info.mtime_ns for info in self.made.values() if not _is_marker(info))
         return max(copies, default=0)
 
     def folders(self) -> set[str]:
-        """The old directories that have no marker; some servers list them until deleted."""
+        """The old directories without a marker, to be deleted as well: some servers list them."""
         folders = {self.old}
         for key in self.sources:
             at = key.rfind("/")

@@ -31,7 +31,7 @@ CACHED_AT_ONCE = 64
 class Relocator(MountPart):
     """Renames a mount's nodes, cached copies and staged files. For the event loop.
 
-    `uncached` are the copies that `move_cached` returned: they have no cached file.
+    The argument `uncached` is the result of `move_cached`: the copies without a cached file.
     """
 
     def __init__(self, state: MountState, staging: Staging) -> None:

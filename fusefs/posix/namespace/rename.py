@@ -160,9 +160,9 @@ class NameChanges(CreateRemove):
         await self._writer.removals.flush_below(new)
 
     async def _make_safe(self, staged: StagedFile, old_key: str) -> None:
-        """Upload or sync a renamed closed file that the bucket lacks, if its new path needs that.
+        """Upload a renamed closed file, or sync it to the local disk, if its new name demands that.
 
-        After an error the file is renamed all the same, and sent later. No name is locked here.
+        An error is raised, but the file stays renamed and is sent later. The caller holds no lock.
         """
         try:
             if self._is_to_be_sent(staged, old_key):
@@ -208,7 +208,7 @@ class NameChanges(CreateRemove):
             self._check_deleting(new[1])
 
     def _replaced(self, new: Name, *, is_repeated: bool) -> Inode | None:
-        """Find the node that a rename replaces, or None; if repeated, try staged files first."""
+        """Find the node that a rename replaces, or None; with `is_repeated` prefer staged files."""
         if is_repeated:
             for staged in self._writer.staging:
                 if staged.key == self._key(new) and not staged.is_unlinked:
@@ -227,8 +227,8 @@ class NameChanges(CreateRemove):
     ) -> None:
         """Rename a file, replacing the file of the node `replaced` unless that is None.
 
-        `entry` is ABSENT if nothing is left to be done in the bucket. With `is_strict` no object
-        is replaced: EEXIST if there is one by now.
+        `entry` and `target` are the objects of the two names, `entry` ABSENT if an earlier attempt
+        has deleted it. With `is_strict` no object is replaced: EEXIST if there is one by now.
         """
         old_key, new_key = self._key(old), self._key(new)
         inode = old[0].child(old[1])
@@ -360,7 +360,7 @@ class NameChanges(CreateRemove):
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, new: Name, condition: Condition
     ) -> Made:
-        """Copy a locked staged file's object, with its attributes if only those have changed."""
+        """Copy a locked staged file's object; if only attributes changed, the copy gets them."""
         if staged.is_content_dirty or not staged.is_meta_dirty:
             return Made(*await self._copy(source, new, condition, None))
         described = staged.meta_changes
@@ -416,9 +416,9 @@ class NameChanges(CreateRemove):
     ) -> None:
         """Delete a renamed file's old object; if that fails, remove the new one (`_take_back`).
 
-        An object that another client has put under the old key since the copy stays. Before the
-        delete, `rival` is recorded as unlinked: otherwise its close after a kill would replace
-        the new object, which is then the only one. `is_new`: the new key had no object before.
+        An object that another client has put under the old key since the copy stays. First `rival`,
+        the staged file replaced, is recorded as unlinked: else its close after a kill would replace
+        the new object, by then the only one. `is_new`: the new key had no object before.
         """
         state = rival.state if rival is not None else None
         try:
@@ -495,9 +495,9 @@ class NameChanges(CreateRemove):
             self._unanswered.renamed_below(copies.old)
 
     async def _expect(self, copies: PrefixCopy) -> None:
-        """Confirm the copies at uncertain keys.
+        """Check the objects at uncertain keys in a directory's rename; confirm copies by HEADs.
 
-        StoreError if a late request may have undone an object to rename.
+        StoreError if a late request may have undone the change that made an object to rename.
         """
         for expected in self._unanswered.expected_below(copies.old):
             source = copies.sources.get(expected.key)

@@ -292,10 +292,10 @@ class RenameJobs:
 
     @contextmanager
     def _switching(self, job: RenameJob, copies: PrefixCopy) -> Iterator[None]:
-        """Record the switch, after which changes are made under the new name.
+        """Record the switch before and after this block, in which the caller makes it.
 
-        The record is written before any such change can be acknowledged, and made safe against
-        a power cut before any object is deleted.
+        The second record is written before a change under the new name can be acknowledged, and
+        made safe against a power cut before any object is deleted.
         """
         job.until_ns = max((info.mtime_ns for info in copies.sources.values()), default=0)
         self._note(job, is_switching=True)

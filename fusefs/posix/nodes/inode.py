@@ -464,7 +464,7 @@ class StagedFile:
         return replace(self.meta, mtime_ns=os.fstat(self.fd).st_mtime_ns, other=other)
 
     def attributes_alone(self) -> tuple[int, int] | None:
-        """The object's (size, mtime in ns) to record if its attributes are to change, else None."""
+        """The (size, mtime in ns) to record for an object that lacks new attributes, else None."""
         info = self.inode.info
         if not self.is_meta_dirty or info is None or not self.etag or self.etag != info.etag:
             return None

@@ -346,7 +346,7 @@ class InodeTable:
         inode.log_to(self._log)
 
     def follow(self, inode: Inode, copy: ObjectInfo | None, key: str) -> None:
-        """Give an inode another key and the version `copy`; None: the old one, to be checked."""
+        """Give an inode the object `copy`; None: its version at `key`, checked at the next open."""
         if inode.meta is not None and inode.meta.mtime_ns is None:
             # The copy's Last-Modified is newer; its metadata has the time of the content.
             inode.meta = inode.meta.changed(mtime_ns=inode.object.mtime_ns)

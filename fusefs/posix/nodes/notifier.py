@@ -27,5 +27,5 @@ class KernelNotifier:
         return False
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
-        """True if thread `pid`'s process still has `ino` open for writing; None if unknown."""
+        """True if `pid`'s process has `ino` open for writing, so will close it; None: unknown."""
         return None

@@ -41,7 +41,7 @@ class _Change:
 
 
 class Closure(_Change):
-    """The two prefixes of a rename, closed to changes; `error` ended the last attempt at it."""
+    """The two prefixes of a rename, closed to changes; `error` ended the rename's last attempt."""
 
     __slots__ = ("error", "is_kept")
 
