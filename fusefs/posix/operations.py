@@ -102,7 +102,7 @@ class Operations:
             )
 
     def show_repaired(self, key: str, made: ObjectInfo | None) -> None:
-        """Show to programs that a repair has put `made` under a key, or (None) removed the key."""
+        """Show that a repair (late/repair.py) put `made` at a key, or (None) removed the key."""
         prefix, name = names.split_entry(key)
         if not key.startswith(self.inodes.prefix) or not name:
             return

@@ -97,7 +97,7 @@ class Opener(MountPart):
         return inode.valid_until > time.monotonic() or self._is_listed(inode)
 
     def _is_listed(self, inode: Inode) -> bool:
-        """True if a valid listing has the node's version, which makes the node valid as long."""
+        """True if a valid listing has the node's version; the node is then valid for as long."""
         if inode.parent is None or inode.info is None:
             return False
         directory = self._directories.get(self._inodes.key(inode.parent))
@@ -325,7 +325,7 @@ class Opener(MountPart):
         return OpenResult(handle.fh, keep_cache=keep_cache)
 
     def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
-        """Call `_note_opening` if `is_first`: the cache had the file before a program opened it.
+        """Call `_note_opening` at a cached file's first open: the file may have been fetched ahead.
 
         The file is pinned by now, so that the files fetched next can't evict it.
         """
@@ -333,7 +333,7 @@ class Opener(MountPart):
             self._note_opening(inode, inode.info, file)
 
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
-        """Note a file's open, so that its neighbours are fetched; ignore opens of a plan."""
+        """Note a file's open, upon which its neighbours may be fetched; ignore files of a plan."""
         assert inode.parent is not None
         if self._cache.order.is_planned(file):
             return

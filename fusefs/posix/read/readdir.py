@@ -146,10 +146,9 @@ class DirectoryStreams(MountPart):
         return not buffer.takes_names or self._head_cache.wants_sample(handle.inode)
 
     async def _show_next(self, handle: DirectoryHandle, segment: Segment) -> list[Inode]:
-        """Send HEADs for the next entries; return their nodes, for `InodeTable.drop_unknown`.
+        """Request the attributes of the next entries, MOST_AHEAD at most; return their nodes.
 
-        Raises:
-            StoreError: a HEAD failed.
+        The caller gives the nodes to `drop_unknown` after the reply. StoreError if a HEAD failed.
         """
         at = segment.after(handle.position)
         inodes = [
@@ -198,7 +197,7 @@ class DirectoryStreams(MountPart):
         segment: Segment,
         buffer: DirectoryBuffer,
     ) -> bool:
-        """Add a segment's entries; True if further ones may be added, perhaps after HEADs."""
+        """Add a segment's entries; True if more may fit: of the next segment, or after HEADs."""
         if not handle.position:
             handle.generation = directory.generation
         parent, inodes, heads = handle.inode, self._inodes, self._head_cache

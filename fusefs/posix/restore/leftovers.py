@@ -73,7 +73,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
 
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over the attributes in a directory's log; False if some are outside the prefix."""
+    """Take over a log's attributes (`is_on_record`: our own); False if some have another prefix."""
     changes = deferred_attributes.load(directory, process_default())
     ours = [change for change in changes if change.key.startswith(writer.inodes.prefix)]
     writer.deferred.adopt(ours, is_on_record=is_on_record)
@@ -87,7 +87,7 @@ def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) ->
 
 
 def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over all removals in a directory's log; return True."""
+    """Take over all removals in a directory's log (`is_on_record`: our own); return True."""
     for key, etag, removed_ns in removals.load(directory):
         writer.removals.adopt(key, etag, removed_ns, is_on_record=is_on_record)
         writer.deferred.drop(key)
@@ -99,7 +99,7 @@ def _adopt_removals(writer: Writer, directory: Path, *, is_on_record: bool) -> b
 
 
 def _adopt_aborts(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:
-    """Take over all multipart uploads in a directory's log, to abort them; return True."""
+    """Take over a log's multipart uploads (`is_on_record`: our own), to abort them; return True."""
     for key, upload_id in aborts.load(directory):
         writer.uploads.aborts.adopt(key, upload_id, is_on_record=is_on_record)
     return True
@@ -161,7 +161,7 @@ def _was_replaced(writer: Writer, inode: Inode) -> bool:
 
 
 def drop_unneeded(writer: Writer) -> None:
-    """Release unlinked files without handles; call `released` for ABANDONED and shared files."""
+    """Release unlinked files without handles; redo RELEASE for ABANDONED and taken out files."""
     for staged in writer.staging:
         if staged.is_unlinked and not staged.inode.is_open:
             staged.inode.meta = staged.described()

@@ -131,7 +131,7 @@ class PendingAborts(UploadLog):
                 self.add(upload.key, upload.upload_id)
 
     async def try_abort_lost(self, key: str, begun_ns: int) -> None:
-        """Abort the uploads of `key` begun since `begun_ns`; raise only the errors in MAY_PASS."""
+        """Abort the uploads of `key` begun since `begun_ns`, with lost ids; raise only MAY_PASS."""
         try:
             await self._abort_lost(key, begun_ns)
         except MAY_PASS:

@@ -62,7 +62,7 @@ class Backlog:
         return OPEN if staged.inode.is_open else "waiting"
 
     def hurry(self, key: str) -> None:
-        """Start to send changes at or below a key, also of open files; skip those to be undone."""
+        """Start to send changes at or below a key, also of open files, not of killed programs."""
         self._deferred.hurry(key)
         self._removals.hurry(key)
         for staged in self.files(key):
