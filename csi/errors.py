@@ -128,9 +128,9 @@ def bounded(sentence: str) -> str:
 def event_text(sentence: str) -> str:
     """Return an error's sentence for the caller, which shows it in an event of a pod or a claim.
 
-    The request id, which is in the driver's log, is left out, because Kubelet counts events with
-    equal texts as one event, but keeps each other event. If the store did not answer in time, the
-    sentence names a NetworkPolicy as a possible cause.
+    The request id, which is in the driver's log, is left out: Kubelet counts events with equal
+    texts as one event, but would keep an event for each id. If the store did not answer in time,
+    the sentence names a NetworkPolicy as a possible cause.
     """
     sentence = _REQUEST_ID.sub("", sentence)
     return bounded(

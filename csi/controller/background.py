@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class Progress:
-    """The progress of one call as text: the work sets `done`, each request calls `wait_for`."""
+    """The progress of a call, by `str`: what is `done` so far, and the request it waits for."""
 
     def __init__(self) -> None:
         self.done = ""
         self._request, self._since = "", time.monotonic()
 
     def wait_for(self, request: str) -> None:
-        """Note the request that waits for the store's answer, as text; "" after the answer."""
+        """Set the description of the request that the store has not answered yet; "" for none."""
         self._request, self._since = request, time.monotonic()
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Progress:
 
 
 class BackgroundWork:
-    """Runs the work of calls in threads, once for all equal calls at a time. Thread-safe."""
+    """Runs the work of calls in threads; equal calls at a time share one run. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class BackgroundWork:
         """Start the work of a call, or join the work of an equal call, and return its result.
 
         Raises:
-            AbortedError: the work continues, but the call's deadline or `limit_s` is near.
+            AbortedError: the work continues; the call's deadline, or the end of `limit_s`, is near.
             Exception: the error that `work` raised.
         """
         future, progress = self._start_or_join(request, work)

@@ -160,7 +160,7 @@ class Bucket:
         return result
 
     def _run(self, key: str, request: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Run `request` in the event loop for its result; StoreErrors name key and credentials."""
+        """Run `request` in the event loop; return its result. Errors name `key` and credentials."""
         self._progress.wait_for(f"{self._host} (s3://{self.name}/{key})")
         try:
             result: T = trio.from_thread.run(request, *arguments, trio_token=_event_loop()[0])

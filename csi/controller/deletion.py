@@ -106,7 +106,7 @@ def _delete_data(
 def _why_shared(
     bucket: Bucket, volume: VolumeId, record: VolumeRecord, records: VolumeRecords
 ) -> str:
-    """Describe another volume whose prefix may overlap, or ""; AbortedError if this one is gone."""
+    """Describe another volume whose prefix may overlap, or ""; AbortedError if `record` is gone."""
     own = None
     for key, other in records.now(bucket):
         if isinstance(other, VolumeRecordError):

@@ -61,11 +61,11 @@ class SupervisorClient:
         return held
 
     def has(self, root: KernelMount) -> bool:
-        """True if the supervisor holds a descriptor of this mount; raises as `held`."""
+        """True if the supervisor holds a descriptor of this mount; OSError without an answer."""
         return not self.lacks([root])
 
     def lacks(self, roots: Sequence[KernelMount]) -> list[KernelMount]:
-        """Return the mounts whose descriptors the supervisor does not hold; raises as `held`."""
+        """Return the mounts whose descriptors the supervisor lacks; OSError without an answer."""
         held = self.held() if roots else set()
         return [root for root in roots if _name(root) not in held]
 

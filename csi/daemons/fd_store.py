@@ -47,5 +47,5 @@ class FdStore:
         return True
 
     def following(self, name: Held) -> tuple[Held, int] | None:
-        """Return the smallest name above `name` and its descriptor; None if there is none."""
+        """Return the next name after `name`, with its descriptor; None at the end of the store."""
         return min((item for item in self._held.items() if item[0] > name), default=None)

@@ -152,7 +152,7 @@ def held_before(path: Path) -> dict[tuple[int, int], int]:
 
 
 def _fork_mover(loop: Loop, old: socket.socket | None, move: Callable[[], None]) -> None:
-    """Run `move` in a child process, which dies with this process; `loop` reaps the child."""
+    """Run `move` in a child with only `old` open. It dies with this process; `loop` reaps it."""
     pid = os.fork()
     if pid:
         pidfd = os.pidfd_open(pid)

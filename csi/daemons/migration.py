@@ -31,7 +31,7 @@ PATIENCE_S = 120.0
 
 
 class Migration:
-    """Moves the mounts of the keepers in `keepers` from supervisor `old` to supervisor `number`."""
+    """Moves the mounts whose keepers listen in `keepers` from supervisor `old` to `number`."""
 
     def __init__(self, old: socket.socket, keepers: Path, number: int) -> None:
         self._old = old

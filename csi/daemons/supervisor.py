@@ -54,7 +54,7 @@ class Child:
         self.doomed: float | None = None  # monotonic time of the first SIGKILL
 
     def signal(self, number: int) -> None:
-        """Send the daemon a signal, from a child with the daemon's user if root may not send it."""
+        """Send the daemon a signal, from a process of the daemon's user if root may not send it."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except PermissionError:
@@ -248,7 +248,7 @@ class Supervisor:
         return child
 
     def _give(self, message: KeeperMessage) -> Child:
-        """Pass a new keeper's socket to the mount's daemon that has none; return this daemon."""
+        """Pass a new keeper's socket to the mount's daemon without a keeper; return that daemon."""
         orphans = [child for child in self._of(message.d) if child.keeper is None]
         if not message.d or not orphans:
             raise ProcessLookupError(errno.ESRCH, "it has none without a keeper")
