@@ -145,7 +145,7 @@ def _has_mounts(directory: Path) -> bool:
 
 
 def _run(what: str, directory: Path, uid: int) -> str | None:
-    """Run `purge WHAT DIRECTORY` as user `uid`; return its output, None if it fails (logged)."""
+    """Run purge.py `look` or `all` (`what`) as user `uid`; return its output, None if it fails."""
     if uid == 0:
         log.warning("%s belongs to root, so it is no cache of the driver", directory)
         return None

@@ -69,7 +69,7 @@ class ClusterCacheConfig:
         return {name: text for name, text in self.texts.items() if name not in _OF_SECRETS}
 
     def check(self, origins: Mapping[str, str]) -> None:
-        """Check the settings and files; `origins` are the settings' names in messages. Blocks.
+        """Check the settings and files; `origins` maps settings to their names in errors. Blocks.
 
         Raises:
             SettingsError: a setting cannot be read.

@@ -175,7 +175,7 @@ def _of_pod_identity(
 
 
 def _account(context: Mapping[str, str], attribute: str) -> tuple[str, str]:
-    """Return the pod's namespace and service account as kubelet set them in the context."""
+    """Return the namespace and service account that kubelet sent; an error names `attribute`."""
     namespace, account = context.get(NAMESPACE, ""), context.get(ACCOUNT, "")
     if not namespace or not account:
         raise FailedPreconditionError(
@@ -237,7 +237,7 @@ class CredentialFiles:
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def store(self, mount: str, identity: Identity, uid: int) -> None:
-        """Replace the file with the keys or the token of a mount's daemon, which runs as `uid`."""
+        """Write new keys, or a new token, to the file that a mount's daemon reads as user `uid`."""
         directory = self._prepare(mount, uid)
         if identity.keys is not None:
             replace_file(directory / "keys", _as_profile(identity.keys), owner=uid)
@@ -247,7 +247,7 @@ class CredentialFiles:
     def store_kept(
         self, mount: str, identity: Identity, cluster_cache: CacheSecrets | None, uid: int
     ) -> None:
-        """Write the secrets that stay the same for a mount: the files in `settings_of`.
+        """Write the secrets that stay the same for a mount, to the files that `settings_of` names.
 
         The launcher, as root, reads the cluster cache's secrets. The daemon's user owns the files
         nevertheless: a daemon that lost its keeper starts another one and passes the secrets on.

@@ -118,12 +118,12 @@ def be_the_only_driver(state: Path) -> None:
 def check_disk(directory: Path, host_path: Path) -> None:
     """Raise FailedPreconditionError unless the cache `directory` is mounted from a disk of its own.
 
-    `directory` is a bind mount of `host_path`, and mountinfo has the root of a bind mount, its path
-    within its own file system. On the system's disk the root ends with the whole of `host_path`; on
-    a disk that is mounted at or above `host_path` the root is only the last part of `host_path`, or
-    "/". So a directory of a disk that is itself bound to `host_path` on the host must have another
-    path on its disk. Device numbers do not help: the container does not see the system's root, and
-    kubelet's directory may be on either disk.
+    `directory` is a bind mount of `host_path`; mountinfo names its root: the path of the mounted
+    directory within its file system. On the system's disk this ends with the whole `host_path`; on
+    a disk mounted at or above `host_path` it is "/", or only the last part of `host_path`. So where
+    the host itself binds a directory of another disk to `host_path`, the directory's path on that
+    disk must not end with `host_path`. Device numbers do not help: the container does not see the
+    system's root, and kubelet's directory may be on either disk.
     """
     roots = [mount.root for mount in kernel_mounts() if mount.mountpoint == directory]
     if not roots:
@@ -278,7 +278,7 @@ def _uids(text: str) -> tuple[int, int]:
 
 
 def _value_of(kind: SettingType[Any]) -> Callable[[str], Any]:
-    """Return a type for argparse that reads a setting and raises argparse's own error class."""
+    """Return a parser of settings of type `kind` for argparse, which raises argparse's error."""
 
     def read(text: str) -> object:
         try:

@@ -85,7 +85,7 @@ class Drains:
         return time.monotonic() - began >= record.drain_timeout_s
 
     def _pending(self, record: MountRecord) -> tuple[str, bool]:
-        """Describe the files that wait for their upload ("" for none); say if it may come."""
+        """Describe the files waiting for upload, or ""; with True if they may still be uploaded."""
         path, table = Path(record.root), MountTable()
         root, supervisor = table.top(path), self._mounts.supervisor
         if root is None:

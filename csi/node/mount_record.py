@@ -91,6 +91,6 @@ class MountRecords(RecordFiles[MountRecord]):
         return [record for record in self.all() if record.volume_id == volume_id]
 
     def uids_of_domains(self) -> dict[str, int]:
-        """Return the uids of all mounts, by cache domain; by `?key` if the domain is unknown."""
+        """Return all mounts' uids, by cache domain, or by "?" and mount key if it is unknown."""
         caches = ((record.cache_directory, record) for record in self.all())
         return {cache.name if cache else f"?{it.key}": it.uid for cache, it in caches}

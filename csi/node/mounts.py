@@ -221,7 +221,7 @@ class Mounts:
                 self._keepers.discard(keeper)
 
     def ensure_held(self, record: MountRecord, deadline: float) -> None:
-        """Resume a mount that only the descriptor store holds, or ask its keeper to send a copy.
+        """Have a missing descriptor sent to the store; resume a mount that only the store holds.
 
         Raises:
             CsiError: the mount could not be resumed.
@@ -241,7 +241,7 @@ class Mounts:
             self.start(record, deadline)
 
     def not_held(self) -> list[str]:
-        """Return the sources of the mounts that the descriptor store lacks; all if it is silent."""
+        """Return the s3:// URLs of mounts that the descriptor store lacks; all if it is silent."""
         table = MountTable()
         roots = [(record.source, table.top(Path(record.root))) for record in self.records.all()]
         mounted = {root: source for source, root in roots if root is not None}
@@ -257,18 +257,14 @@ class Mounts:
         """End an unused mount, and remove its directory, its files of secrets and its record.
 
         Raises:
-            AbortedError: without `is_forced`, if processes still run at `deadline` (monotonic).
+            AbortedError: processes still run at `deadline` (monotonic); `is_forced` kills them.
             OSError: the mount cannot be unmounted.
         """
         self.end_key(record.key, deadline, is_forced=is_forced)
         log.info("the mount of %s for %s has ended", record.source, record.volume_id)
 
     def end_key(self, key: str, deadline: float, *, is_forced: bool = False) -> None:
-        """End a mount as `end` does, also if only its directory is left.
-
-        Raises:
-            AbortedError, OSError: as `end`.
-        """
+        """End the mount `key` like `end`, with its errors, even if only the directory is left."""
         root = self.root_of(key)
         with self._processes(root) as processes:
             bind_mount.pop_all(root)

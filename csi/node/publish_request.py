@@ -39,7 +39,7 @@ _GROUP = re.compile(r"[0-9]{1,20}")
 class PublishRequest:
     """A request to publish one volume at one target path.
 
-    `location` has the author's attributes with the volume's location, `attributes` all others.
+    The author's attributes are in `location`, if they say where the data are, or `attributes`.
     """
 
     volume_id: str

@@ -56,7 +56,7 @@ class Reconciler(threading.Thread):
             self._ending.wait(EVERY_S)
 
     def stop(self) -> None:
-        """Start no more reconciliations; those in progress are left to the next driver."""
+        """Start no more reconciliations; do not wait for any. The next driver does the rest."""
         self._ending.set()
 
     def reconcile_all(self) -> None:
@@ -88,7 +88,7 @@ class Reconciler(threading.Thread):
             self._lock.notify()
 
     def _wait_for_turn(self, volume_id: str) -> bool:
-        """Wait for a place among `AT_ONCE`, note the start; False at once if the volume has one."""
+        """Wait for one of `AT_ONCE` places; False at once if the volume is in progress already."""
         with self._lock:
             if volume_id in self._in_progress:
                 return False

@@ -195,6 +195,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
         A mount without a keeper is resumed here: otherwise, with rotated keys or other mount
         options, the volume would get a second mount on top of the first one.
+
+        Raises:
+            AlreadyExistsError: the path has another file system, or the arguments have changed.
         """
         top = table.top(publish.target)
         if top is None:

@@ -59,7 +59,7 @@ class Warmups:
         self._lock = threading.Lock()
 
     def begin(self, record: MountRecord, warm: WarmOption, *, is_new: bool) -> None:
-        """Start the warm-up of a mount that `is_new`, or has none on record; do not wait for it.
+        """Start a mount's warm-up if the mount `is_new` or none is on record; do not wait for it.
 
         A failure is only logged, because the volume is published already; the next pod tries again.
         """
@@ -181,7 +181,7 @@ def _describe(jobs: list[Message]) -> str:
 
 
 def _jobs(record: MountRecord, warm: WarmOption) -> list[Message]:
-    """Request a mount's warming jobs for the paths of `warm`; start those that are missing."""
+    """Return a mount's warming jobs, one for each path of `warm`; start those that are missing."""
     root = Path(record.root)
     answer = daemon_request(root, {"command": "warming"}, ANSWER_TIMEOUT_S)
     jobs = {job.get("id", job["path"]): job for job in answer["jobs"]}

@@ -98,7 +98,7 @@ class CacheFile:
 
     @classmethod
     def unkept(cls) -> CacheFile:
-        """Make a pinned `CacheFile` without name or bytes, for a new file not in the bucket yet."""
+        """Make a pinned, empty `CacheFile` outside the cache, for a file not in the bucket yet."""
         return cls("", 0, pins=1)
 
     @classmethod

@@ -178,7 +178,7 @@ class Catalog:
         self._prepare()
 
     def begin_another(self, error: sqlite3.Error, rows: Iterable[Row]) -> bool:
-        """Replace a damaged database by a new one with `rows`; False in memory or without damage.
+        """Replace the database by one with `rows`; False in memory, or if `error` is no damage.
 
         If no new database can be created, the catalog is in memory from now on.
         """
@@ -316,7 +316,7 @@ class Catalog:
             return [total is not None for total in added], self.total()
 
     def mark_synced(self, rows: Iterable[Row]) -> int:
-        """Mark rows as synced, until their files get further ranges; return the number marked."""
+        """Mark rows synced, unless or until files get further ranges; return the number marked."""
         with self.transaction():
             updates = []
             for row in rows:
@@ -449,7 +449,7 @@ class Catalog:
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def _record(self, row: Row, sums: list[tuple[int, str, int, bytes]]) -> Total | None:
-        """Write a row, add its checksums to `sums`; return the total's growth, None if refused."""
+        """Write a row, add its sums to `sums`; return the total's growth, None if not taken."""
         old = self.find(row.name)
         ranges = RangeMap.unpack(row.ranges)
         before = 0
