@@ -88,7 +88,7 @@ class CatalogWriter:
         self._used[file.name] = file
 
     def forget(self, file: CacheFile) -> None:
-        """Drop the pending row of a file, and take its unrecorded bytes out of the quota."""
+        """Cancel the pending write of a file's row; its unrecorded bytes leave the quota."""
         if self._dirty.get(file.name) is file:
             del self._dirty[file.name]
         self._recording.discard(file)
@@ -135,7 +135,11 @@ class CatalogWriter:
         return {*self._being_retained.values(), *self._retaining.values()}
 
     async def release(self, path: str, stay: Stay, before: float = math.inf) -> bool:
-        """Call `Catalog.release` for all keys at and below a path; False if the catalog fails."""
+        """Let the files of the keys at and below a path be evicted; False if the catalog fails.
+
+        The files of keys that `stay` returns, and files that were given to `retain` at or after
+        `before` (seconds since the epoch), stay excluded from eviction.
+        """
         for keys in key_ranges(path):
             left: KeyRange | None = keys
             while left is not None:
@@ -198,7 +202,10 @@ class CatalogWriter:
                     self._changes.append(remove)
 
     def _was_recorded(self, file: CacheFile, row: Row, bytes_now: int, *, is_ours: bool) -> None:
-        """Update `file` after a row of `bytes_now` bytes was written, or refused: not `is_ours`."""
+        """Note in `file` the result of writing `row`, made when the file had `bytes_now` bytes.
+
+        If not `is_ours`, the catalog refused the row, as another file has the row of its name.
+        """
         if file.name != row.name:
             # Renamed meanwhile. Writing the row again shows which file owns the new name's row.
             self._dirty[file.name] = file

@@ -163,7 +163,7 @@ class Disk:
         return -1
 
     def unlink(self, name: str, generation: str) -> int | None:
-        """Unlink a file unless in use (None); return a descriptor if a program maps it, else -1."""
+        """Unlink a file unless locked (None); return a descriptor if a program maps it, else -1."""
         path = self.path(name, generation)
         try:
             fd = os.open(path, _FLAGS)
@@ -268,7 +268,7 @@ class Disk:
 
 
 def _lock(fd: int, kind: int) -> None:
-    """Lock or unlock an open file; raises BlockingIOError if another mount uses it."""
+    """Lock (`kind` F_WRLCK) or unlock (F_UNLCK) an open file; BlockingIOError if it is in use."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
 
 
@@ -285,7 +285,7 @@ def is_unused(fd: int) -> bool:
 
 
 async def sweep_orphans(disk: Disk, catalog: Catalog, is_ours: Callable[[str, str], bool]) -> None:
-    """Remove old files without a catalog row if not `is_ours(name, generation)`; raises OSError."""
+    """Remove old files not in the catalog and not `is_ours(name, generation)`; raises OSError."""
     for folder in range(FOLDERS):
         for name, generation in await trio.to_thread.run_sync(disk.listed, folder):
             if not is_ours(name, generation):
@@ -343,7 +343,7 @@ class DiskLatency:
         return getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
 
     def end(self, began: tuple[int, float], *, is_in_loop: bool) -> None:
-        """End the measurement of an access that `begin` has begun."""
+        """End the measurement from `begin`; `is_in_loop`: the event loop itself made the access."""
         sleeps, at = began
         now = time.monotonic()
         limit_s = SLOW_S if is_in_loop else SLOW_IN_THREAD_S

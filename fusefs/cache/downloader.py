@@ -108,7 +108,7 @@ class Download:
         self.on_end(self)
 
     def note_wait(self, start: int, stop: int) -> int:
-        """Note a reader's wait for [start, stop); return how many bytes are newly waited for."""
+        """Note a wait for [start, stop); return how many of its bytes no reader awaited before."""
         new = max(0, stop - max(start, self.waited_to))
         self.waited_to = max(self.waited_to, stop)
         return new
@@ -131,7 +131,7 @@ class Download:
         )
 
     def unwant(self) -> None:
-        """Reduce `wanted` by a prefetch or job; cancel the download if nothing else wants it."""
+        """Subtract a prefetch or job from `wanted`; cancel the download if nothing wants it now."""
         self.wanted -= 1
         self.cancel_if_unwanted()
 
@@ -330,11 +330,7 @@ class Downloader:
         return None
 
     async def read_unkept(self, version: ObjectVersion, start: int, stop: int) -> bytearray:
-        """Download the bytes [start, stop) into memory, past the cache.
-
-        Raises:
-            StoreError: as for `wait_for`.
-        """
+        """Download the bytes [start, stop) into memory, past the cache; raises StoreError."""
         async with self.unkept.taken(stop - start):
             return await read_bytes(self._source, version, start, stop)
 
@@ -343,7 +339,7 @@ class Downloader:
         return [download.describe() for running in self._of.values() for download in running]
 
     def _demand(self, file: CacheFile, start: int, stop: int) -> Download:
-        """Start the download that a reader waits for, extended to a minimum size."""
+        """Start to download [start, stop) for a waiting reader, extended to a minimum size."""
         least = BLOCK if start else FIRST_BYTES
         stop = -(-max(stop, start + least) // BLOCK) * BLOCK
         gap = file.present.first_missing(start, min(stop, file.size))

@@ -123,7 +123,7 @@ class EvictionOrder:
         self._fetched_at: list[int] = []
 
     def note_time(self, now: float) -> None:
-        """Note the number of bytes fetched so far at the time `now` (seconds since the epoch)."""
+        """Note how many bytes were fetched until `now` (epoch seconds), for `keep` to look up."""
         if self._times and (self.fetched == self._fetched_at[-1] or now <= self._times[-1]):
             return
         self._times.append(now)
@@ -132,7 +132,7 @@ class EvictionOrder:
             del self._times[::2], self._fetched_at[::2]
 
     def restore(self, files: Iterable[CacheFile]) -> None:
-        """Put `files`, least recently used first, before all other files of the rank `KEPT`."""
+        """Give `files`, least recently used first, the rank `KEPT`, before all that have it."""
         restored = list(files)
         for file in reversed(restored):
             self.keep(file, file.used_at)
@@ -256,8 +256,8 @@ class EvictionOrder:
     def next(self, *, is_ahead: bool = False, used_before: float = math.inf) -> CacheFile | None:
         """The file to evict next, or None.
 
-        With `is_ahead` the room is for a file that is fetched ahead. Files that were used
-        at or after `used_before` (seconds since the epoch) are not returned.
+        With `is_ahead` the room is for a file that is fetched ahead: only files of less value are
+        returned. Files used at or after `used_before` (epoch seconds) are never returned.
         """
         kept, passing, ahead = map(self.first, (Rank.KEPT, Rank.PASSING, Rank.AHEAD))
         if used_before < math.inf:
@@ -326,7 +326,7 @@ class EvictionOrder:
         return self._age(oldest) > (long if self._has_moved else STALE * long)
 
     def _is_mostly_older(self, interval: int) -> bool:
-        """True if files unused for longer than `interval` fill over `MOVED_SHARE` of the cache."""
+        """True if files unused for `interval` fetched bytes fill `MOVED_SHARE` of the cache."""
         size = 0
         for file in self._kept:
             size += file.present.total
@@ -345,7 +345,7 @@ class EvictedFiles:
         self._mask = 0
 
     def add(self, name: str, last_use: int, oldest: int) -> None:
-        """Remember a file's last use; files last used before `oldest` may be forgotten."""
+        """Remember a file's last use, in bytes fetched; uses before `oldest` may be forgotten."""
         key = hash(name)
         if key & self._mask:
             return

@@ -104,7 +104,7 @@ class Evictor:
     async def _evict_until(
         self, wanted: int, *, is_ahead: bool = False, used_before: float = math.inf
     ) -> None:
-        """Evict files until `wanted` bytes fit or no file is left that may be evicted."""
+        """Evict files until `wanted` bytes fit, none is left to evict or the disk refuses many."""
         if self._staying and self._try_again_at <= trio.current_time():
             staying, self._staying = self._staying, []
             for known in staying:
@@ -128,7 +128,7 @@ class Evictor:
         self._quota.measure_again()
 
     async def _load_oldest(self) -> bool:
-        """Load the catalog's next oldest files; False at the catalog's end and a while after."""
+        """Load the catalog's next page of oldest files; False at its end and for a while after."""
         began = trio.current_time()
         if began < self._learn_at:
             return False

@@ -237,7 +237,10 @@ class FileCache:
         self.order.use(file)
 
     def unpin(self, file: CacheFile, *, was_used: bool = True) -> None:
-        """Remove a user of a file; after the last one, close the file and let it be evicted."""
+        """Remove a user of a file; after the last one, close the file and let it be evicted.
+
+        The last user's leaving counts as the file's last use only if `was_used`.
+        """
         file.pins -= 1
         if file.pins:
             return
@@ -290,7 +293,7 @@ class FileCache:
         self._on_discard(file)
 
     def _in_memory(self, file: CacheFile) -> CacheFile:
-        """Return the object of a file that may have been unloaded and loaded again meanwhile."""
+        """Return the `CacheFile` in memory for `file`, which was perhaps unloaded and reloaded."""
         known = self.by_name.get(file.name, file)
         return known if known.generation == file.generation else file
 
@@ -375,7 +378,7 @@ class FileCache:
                 self.unpin(file, was_used=False)
 
     def _end_keeping_open(self, count: int) -> None:
-        """Unpin the first `count` files that are kept open."""
+        """Unpin the `count` files that `keep_open` has held for longest."""
         for file in list(islice(self._kept_open, count)):
             del self._kept_open[file]
             self.unpin(file, was_used=False)
@@ -387,7 +390,7 @@ class FileCache:
         self._catalog_writer.arrived(file)
 
     def disable(self, file: CacheFile, error: OSError, *, for_now: bool = False) -> None:
-        """Make a file's users read past the cache; `for_now`: until the last of them has gone."""
+        """Let a file's users read past the cache after `error`; `for_now`: until all have gone."""
         for_now = for_now or error.errno in _NOT_ITS_FAULT
         file.is_passed_over = for_now and (file.is_kept or file.is_passed_over)
         file.is_kept = False
@@ -532,7 +535,7 @@ class FileCache:
                 await self._catalog_writer.touch()
 
     async def _open_used(self) -> None:
-        """Open each closed file in use, for its lock that keeps other mounts off, if possible."""
+        """Try to open the closed files in use: their locks keep other mounts from evicting them."""
         closed = [file for file in self.files() if file.pins and file.fd < 0 and file.generation]
         for file in closed:
             if not file.pins or not file.is_kept:
@@ -570,7 +573,7 @@ class FileCache:
         self._obsolete.append(version)
 
     async def take_obsolete(self) -> list[tuple[ObjectVersion, CacheFile]]:
-        """Return (version, file) of cached `obsolete` versions; pins protect these no longer."""
+        """Take the cached versions given to `obsolete`, with their files; end their retention."""
         versions, self._obsolete = self._obsolete, []
         found = zip(versions, await self.look_up(versions), strict=True)
         copies = [(version, file) for version, file in found if file is not None]
@@ -586,7 +589,7 @@ class FileCache:
     def next_victim(
         self, *, is_ahead: bool = False, used_before: float = math.inf
     ) -> CacheFile | None:
-        """The file to evict next, or None; see `EvictionOrder.next`."""
+        """The file to evict next (`EvictionOrder.next`), else one from `keep_open`, or None."""
         file = self.order.next(is_ahead=is_ahead, used_before=used_before)
         if file is None and not is_ahead and self._kept_open:
             self.close_unused()
@@ -648,7 +651,7 @@ class FileCache:
         return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
-        """Call `Disk.unlink`; if the file must not be evicted, only return None. Blocks."""
+        """Unlink a file and return what `Disk.unlink` does, or None if it is retained. Blocks."""
         with contextlib.suppress(sqlite3.Error):  # then rely on what this mount knows
             file.is_retained = file.is_retained or self._catalog.is_retained(file.name)
         return None if file.is_retained else self.disk.unlink(file.name, generation)

@@ -18,10 +18,7 @@ from fusefs.cache.eviction_order import EvictionOrder
 
 
 class Handover:
-    """Moves files out of a cache for writing, and back as the versions uploaded from them.
-
-    Belongs to the event loop.
-    """
+    """Takes files out of a cache for writing, and back as new versions. For the event loop."""
 
     def __init__(
         self,
@@ -40,7 +37,7 @@ class Handover:
     async def prepare(self, file: CacheFile) -> bool:
         """Remove a pinned file's catalog row; False if not complete or another mount uses the file.
 
-        `take_out` or `cancel` must follow. Programs that open the file meanwhile see the changes.
+        `take_out` or `cancel` must follow. Programs that open the file in between see the writes.
         """
         if not await self._ensure_open(file) or not self._is_own(file):
             return False

@@ -47,7 +47,7 @@ class Registrar(Protocol):
 class PassthroughFiles:
     """The files that one mount has registered with the kernel. Belongs to the event loop.
 
-    `ids` has the id of each file; `is_on` is True if passthrough works, `why` is the reason.
+    `ids` has the id of each file; `is_on` is True if passthrough works, `why` says why or why not.
     """
 
     registrar: Registrar

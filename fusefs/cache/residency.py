@@ -50,7 +50,7 @@ class Residency:
         self._from_catalog: set[CacheFile] = set()
 
     def lacks(self, name: str) -> bool:
-        """True if the catalog certainly has no file called `name`, which is not in memory."""
+        """True if the catalog, like the files in memory, certainly has no file called `name`."""
         if self._writer.has_neighbours:
             return False
         if not self._has_others:
@@ -58,7 +58,7 @@ class Residency:
         return self._others is not None and name not in self._others
 
     def leave(self, file: CacheFile) -> None:
-        """Note that a file, perhaps loaded for eviction, is in use now, or gone."""
+        """Forget that `load_oldest` loaded a file, which is in use, evicted or unloaded now."""
         self._from_catalog.discard(file)
 
     async def load(self, names: Iterable[str]) -> None:

@@ -144,7 +144,7 @@ class Retention:
         return True
 
     def _remove(self, pins: KeyRange, is_wanted: Wanted) -> tuple[int, KeyRange | None]:
-        """Remove a page's pins that `is_wanted` accepts; return (count, range left or None)."""
+        """Remove wanted pins of a range's first page; return (count, rest of the range or None)."""
         with self._catalog.transaction(is_durable=True) as db:
             self._read(db)
             found = db.execute(
@@ -214,7 +214,7 @@ class Retention:
         return count
 
     async def release_unused(self, key: str, before: float) -> None:
-        """Let files at and below a key be evicted if not retained since `before` (epoch s)."""
+        """Release files at and below a key unless given to `retain` since `before` (epoch s)."""
         await self._writer.release(key, lambda _keys: (), before)
 
     async def release_file(self, file: CacheFile) -> None:
@@ -274,7 +274,7 @@ class Retention:
 
 
 def _record(db: sqlite3.Connection) -> tuple[int, int]:
-    """Read the number of the latest pin of any bucket, and the count of removals."""
+    """Read (number of the latest pin of any bucket, count of removals), which show any change."""
     found = db.execute("SELECT coalesce(max(added), 0), (SELECT count FROM removals) FROM pins")
     added, removals = found.fetchone()
     if not isinstance(removals, int):

@@ -43,13 +43,13 @@ class UnkeptBuffers:
         return self._kept.get(reader, (0, bytearray()))
 
     def ahead(self, reader: object) -> int:
-        """The least number of bytes to download for a read and the next reads of `reader`."""
+        """The size to which a smaller read of `reader` is extended, for the reader's next reads."""
         readers = len(self._kept) + (reader not in self._kept)
         return min(AHEAD, self.limit // readers)
 
     @asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Wait until `size` bytes fit, or nothing is in use; reserve them in the `with` body."""
+        """Wait until `size` bytes fit, or none are in use; reserve them for the `with` block."""
         while self.used + size > self.limit and self.used:
             if self._kept_bytes:
                 self._empty(next(reader for reader, (_, data) in self._kept.items() if data))
