@@ -114,7 +114,7 @@ def _prepare_streams() -> None:
 
 
 def _written(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace a character that the stream's encoding lacks: an error handler for `codecs`."""
+    """Handle an encoding error for `codecs`: return (replacement, position to go on from)."""
     assert isinstance(error, UnicodeEncodeError)
     error.end = error.start + 1  # only one character of several in a row
     try:

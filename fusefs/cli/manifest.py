@@ -28,7 +28,7 @@ class LineError(Exception):
 
 
 def send(mountpoint: Path, lines: Iterable[str]) -> str:
-    """Send a daemon paths relative to its mountpoint, as a list of a new name; return this name."""
+    """Send the daemon a list of paths relative to `mountpoint`; return the list's new name."""
     name = secrets.token_hex(16)
     offset, size = 0, 0
     piece: list[str] = []

@@ -62,7 +62,7 @@ def pack(sums: Iterable[Sum]) -> bytes:
 
 
 def unpack(data: object) -> list[Sum]:
-    """Undo `pack`; return an empty list if `data` is truncated or of another type."""
+    """The sums in `data`, a result of `pack`; none if `data` is truncated or of another type."""
     if not isinstance(data, bytes) or len(data) % _SUM.size:
         return []
     sums = (Sum(start, start + size, crc) for start, size, crc in _SUM.iter_unpack(data))

@@ -74,11 +74,7 @@ def check_header(path: Path) -> None:
 
 
 def check_order(after: Any, keys: Iterable[Any]) -> None:
-    """Check that the sorted keys of a page follow `after`: else reading pages might never end.
-
-    Raises:
-        DamagedCatalogError: they don't.
-    """
+    """Raise DamagedCatalogError unless a page's keys ascend from `after`, so that paging ends."""
     if any(key <= before for before, key in pairwise([after, *keys])):
         raise DamagedCatalogError("its rows are out of order")
 

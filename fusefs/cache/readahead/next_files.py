@@ -63,7 +63,7 @@ class NextFiles:
             self._count(is_right=False)
 
     def go_on(self, prefix: str, read: ObjectInfo, size: int) -> None:
-        """Fetch at most the first `size` bytes of the large file after `read` in the folder."""
+        """Fetch ahead at most `size` bytes of the large file after the file `read` in a folder."""
         if not self._right:
             size = min(size, read.size // FIRST_SHARE)
         size -= size % PART

@@ -168,7 +168,7 @@ class Siblings:
             self._waiting.pop(folder, None)
 
     def _make_room(self) -> None:
-        """Give up the least recently used folder, or forget evicted files of the only folder."""
+        """Lower the unread bytes: give up the oldest of several folders or forget evicted files."""
         oldest = next(iter(self._folders.values()))
         if len(self._folders) > 1:
             self._end(oldest.prefix)
@@ -204,7 +204,7 @@ class Siblings:
         return self._unread_bytes >= self._most_bytes
 
     def _begin_next(self, folder: _Folder) -> None:
-        """Begin the next folder if enough files of this one, all begun by now, were useful."""
+        """Begin the folder after `folder` if programs opened enough of its files fetched ahead."""
         if folder.is_through or folder.useful < FOLDER_AFTER:
             return
         folder.is_through = True
@@ -245,7 +245,7 @@ class Siblings:
             self._fetch()
 
     def _forget_evicted(self, folder: _Folder) -> None:
-        """Count unread files that the cache has evicted as wasted, and forget them."""
+        """Count as wasted, and forget, the unread files that the cache has evicted."""
         if not folder.unread or self._cache.evicted == folder.evicted_then:
             return
         folder.evicted_then = self._cache.evicted

@@ -88,7 +88,7 @@ class Readahead:
         self._windows.insert(0, Window(self, stop))
 
     def waited(self, began: float, ended: float) -> None:
-        """Count the wait of a read from `began` to `ended`, in seconds of the monotonic clock."""
+        """Count a read's wait, `began` to `ended` (monotonic s), unless reads are in order."""
         if not self._windows[0].is_in_order:
             are_long = self._read_bytes >= LONG * self._stretches
             self._scattered.waited(began, ended, are_long=are_long)
@@ -125,7 +125,7 @@ class Window:
         return -tolerance <= start - self._expected <= tolerance
 
     def reads(self, stop: int) -> None:
-        """Note a read in order that ends at `stop`; start downloads if few bytes are left."""
+        """Note a read in order that ends at `stop`; download more if few bytes are ahead of it."""
         if stop <= self._expected:
             return
         self._expected = stop
