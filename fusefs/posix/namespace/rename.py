@@ -43,8 +43,8 @@ RENAME_NOREPLACE = 1
 class Made(NamedTuple):
     """A renamed file's object under the new key, and the source of its content.
 
-    `sent` is the count `StagedFile.meta_changes` when a PUT sent the file, None for a copy;
-    `described` is that count for the attributes sent with a copy, None if none were sent.
+    `sent` is the staged file's `meta_changes` at the PUT that made the object, None for a copy;
+    `described` is `meta_changes` at a copy with new attributes, None if none were sent with it.
     """
 
     source: ObjectInfo
@@ -310,7 +310,7 @@ class NameChanges(CreateRemove):
     def _stand_for_new_name(
         self, staged: StagedFile, made: Made | None, replaced_etag: str | None
     ) -> None:
-        """Note what the bucket has under a renamed file's key: the object made, or the replaced."""
+        """Note in a staged file the object of its new key: that of `made`, or the replaced one."""
         if made is None and not staged.is_anew:
             # A rename replaces whatever has the new name; recorded before the file gets the name.
             staged.is_anew, staged.only_appended = True, False

@@ -62,7 +62,7 @@ class EditBase:
         return own
 
     def recover(self, fd: int, start: int, stop: int) -> None:
-        """Note the pages of [start, stop) in `fd` that are no holes as written. Blocks briefly.
+        """Note as written the pages of [start, stop) that are no holes in `fd`. Blocks briefly.
 
         An earlier process wrote them, or a write that failed in its middle.
         """

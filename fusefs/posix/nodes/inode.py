@@ -30,7 +30,7 @@ class Ownership:
 
     With `is_shared` all files belong to the group `gid`, whatever their objects say, and the
     group has the owner's permissions, unless only the owner has any. `file` and `directory` are
-    the complete attributes of an object that has none; changes of them are written in `form`.
+    the complete attributes of an object that has none; changed ones are written in `form`.
     """
 
     uid: int

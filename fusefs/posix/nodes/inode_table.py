@@ -165,7 +165,7 @@ class InodeTable:
         return inode
 
     def count(self, inode: Inode, valid_until: float, *, was_asked: bool = True) -> None:
-        """Count and log a lookup of a node; opens rely on it until `valid_until` (monotonic s).
+        """Count and log a lookup of a node, on which opens rely until `valid_until` (monotonic s).
 
         `was_asked` is True if the bucket has just answered for the node.
         """

@@ -141,7 +141,7 @@ class Backlog:
         logger.info("ending waits for uploads of %d files, %d bytes", len(remaining), size)
 
     async def run(self) -> None:
-        """Until cancelled, retry failed uploads, and upload open files `pause_s` after a change."""
+        """Retry failed uploads, and upload open files `pause_s` after a change, until cancelled."""
         while True:
             if self._staging.pending:
                 await trio.sleep(RETRY_S)
