@@ -24,9 +24,9 @@ _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class _Command(NamedTuple):
-    """One command. `alternatives` exclude each other; with `must_choose` one of them is required.
+    """One command. Of its arguments `alternatives`, a user may give only one.
 
-    `add_settings` adds the options that are settings of mounts.
+    With `must_choose` one is required. `add_settings` adds options that are settings of mounts.
     """
 
     name: str

@@ -152,7 +152,7 @@ def _entries(fd: int, separator: bytes, file: str) -> Iterator[list[bytes]]:
 
 
 def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
-    """Wait at most three seconds until the daemon has looked up first paths; False if some miss."""
+    """Wait up to 3 s until each plan's first paths are looked up; False if the bucket lacks one."""
     deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
     for sender in senders:
         wanted = min(sender.count, FIRST_LOOK)

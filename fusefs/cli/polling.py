@@ -25,8 +25,8 @@ def finish(
 ) -> dict[str, Any]:
     """Start the job that `message` requests, wait until the job has ended, return its last state.
 
-    The key "start" is added to the request. Meanwhile a terminal, if there is one, shows the text
-    from `describe` on one line. Raises CommandError if the daemon is silent for a minute.
+    The key "start" is added to the request, True until the first answer. A terminal shows the text
+    from `describe` meanwhile. Raises CommandError if the daemon is silent for a minute.
     """
     message = message | {"start": True}
     last_answer, pause_s = time.monotonic(), FIRST_PAUSE_S

@@ -170,7 +170,7 @@ def cancel(paths: Sequence[Path]) -> None:
 
 
 def accepted(ids: Ids) -> None:
-    """Wait up to three seconds until jobs have listed files; CommandError if a job has failed."""
+    """Wait up to 3 s until each job has found its first files; CommandError if a job has failed."""
     deadline = time.monotonic() + FIRST_PAGE_S
     pause_s = FIRST_PAUSE_S
     while True:
@@ -235,7 +235,7 @@ def _jobs(ids: Ids) -> dict[WarmRequest, Job]:
 
 
 def _again(request: WarmRequest) -> Job:
-    """Start a job again whose daemon was replaced after the job's end; CommandError for a list."""
+    """Start a job anew that a new daemon does not know; raise CommandError for a job of a list."""
     if request.list_name:
         raise CommandError(
             f"{request.title}: the daemon was replaced after the job had ended; run the command"
@@ -256,7 +256,7 @@ def together(jobs: list[Job]) -> Job:
 
 
 def _show(job: Job, shown_at: float) -> float:
-    """Show progress, every ten seconds if stderr is no terminal; return the last line's time."""
+    """Show progress, without a terminal every 10 s; return the last line's time as `shown_at`."""
     text = f"{status_report.progress(job)}, {job['done_files']:,} of {job['files']:,} files"
     polling.show_line(text)
     if sys.stderr.isatty() or time.monotonic() - shown_at < LINE_EVERY_S:

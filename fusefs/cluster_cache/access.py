@@ -34,7 +34,7 @@ class AccessError(ValueError):
 def read(settings: MountSettings) -> dict[str, str]:
     """Return the secrets to hand to a daemon: file contents, by environment variable. Blocks.
 
-    A daemon, which may start another keeper, returns the contents that it was given itself.
+    In a daemon, which may start another keeper, these are the contents that the daemon was given.
 
     Raises:
         AccessError: a file is invalid or can't be read.

@@ -48,7 +48,7 @@ SIGNED_HERE = 128 << 10
 
 
 def rest_after(took_s: float, size: int, processors: int) -> float:
-    """Return a worker's rest in seconds after it stored `size` bytes in `took_s` seconds."""
+    """Return a worker's rest (s) after storing `size` bytes in `took_s`, to use SHARE of CPUs."""
     least_s = SMALL_REST_S if size <= SMALL else REST_S
     share = SHARE * processors / AT_A_TIME
     return min(max(least_s, took_s * (1 / share - 1)), MOST_REST_S)
@@ -174,10 +174,7 @@ class Filler:
             now = trio.current_time()
 
     async def finish(self, file: CacheFile, start: int, stop: int) -> int:
-        """Store the queued blocks of [start, stop) of a pinned file now, and wait for them.
-
-        Returns the number of blocks that could not be stored.
-        """
+        """Store queued blocks of [start, stop) of `file` now; return the count of failed blocks."""
         version, failed = file.version, 0
         if version is None:
             return 0

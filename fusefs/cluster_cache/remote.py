@@ -57,7 +57,7 @@ def _renewing(requester: Requester) -> Iterator[None]:
 
 
 class _Stream:
-    """Receives an answer in a file in memory, which is read meanwhile (a `Progress`)."""
+    """Receives a GET's answer in memory, as its `Progress`; `read` passes on what has arrived."""
 
     def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("fusefs-block", os.MFD_CLOEXEC)
@@ -131,7 +131,7 @@ class BlockBucket:
             await requester.attempt(list_call(self._prefix, "/", "", 1))
 
     def hurry(self) -> None:
-        """Reconsider the priorities of waiting GETs, as `Store.hurry` does."""
+        """Reconsider the order of GETs that wait for a connection: a priority has risen."""
         self._gets.reprioritize()
 
     async def get(

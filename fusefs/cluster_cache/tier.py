@@ -305,7 +305,7 @@ class _Lookup:
 
     @property
     def stored_state(self) -> StoredState:
-        """The state of the stored block that the result of this ended lookup shows."""
+        """The state of the stored block, known from this lookup's outcome; valid after its end."""
         if self.outcome is LookupOutcome.BAD:
             return StoredState.CORRUPT
         is_doubtful = self.is_sent and self.outcome in _DOUBTFUL
@@ -330,9 +330,9 @@ def _classify(error: AttemptError) -> LookupOutcome:
 async def _read_from_s3(
     lookup: _Lookup, from_source: Callable[[int, Sink], Awaitable[None]], sink: Sink
 ) -> Exception | None:
-    """Read from S3 the bytes that a lookup has not written; return S3's error or None.
+    """Read the rest of a download from S3 while its `lookup` still runs; return the error or None.
 
-    Ends early if the lookup wins. If S3 fails before the lookup has bytes, the lookup is given up.
+    Ends early if the lookup has bytes first. If S3 fails before that, the lookup is given up.
     """
     try:
         with lookup.race.entered("s3"):
@@ -409,7 +409,7 @@ class ClusterTier:
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """Download a range as `Store.download` does, from the cluster cache where it has blocks."""
+        """Download [start, stop) of a version, from the cluster cache where that has the blocks."""
 
         async def from_source(at: int, sink: Sink) -> None:
             await self._source.download(version, at, stop, sink, priority=priority)
@@ -445,7 +445,7 @@ class ClusterTier:
     ) -> None:
         """Look a block up, and if its answer is late, read from S3 as well.
 
-        If S3 wins, the rest of the download is written on return, also the bytes after the block.
+        The side with bytes first goes on alone: S3 even beyond the block, to the download's end.
 
         Raises:
             StoreError: S3 failed before the cluster cache had any bytes.
@@ -491,10 +491,7 @@ class ClusterTier:
         self._note(await self._try(block))
 
     async def retry_lookup(self, block: Block) -> LookupOutcome | None:
-        """Look up again a block that gave no answer, and return the outcome; no reader waits.
-
-        Returns None while the breaker is open: a lookup would say nothing about this block.
-        """
+        """Look a `DOUBTFUL` block up again; return the outcome, or None if the breaker is open."""
         return (await self._try(block)).outcome if self.breaker.is_closed else None
 
     async def _try(self, block: Block) -> _Lookup:

@@ -35,7 +35,7 @@ CLIENT_TIMEOUT_S = 5.0
 async def serve(
     path: Path, answer: Answer, *, task_status: trio.TaskStatus[None] | None = None
 ) -> None:
-    """Listen on `path`, call `started()`, and answer clients by `answer`, until cancelled."""
+    """Listen on `path`, report to `task_status`, answer requests by `answer`, until cancelled."""
     listener = Listener(os.fspath(path))
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener.socket))
     try:
