@@ -271,7 +271,7 @@ class Daemon:
         return self.settings.conflict == Conflict.FAIL and not self.settings.read_only
 
     def _principal_directory(self) -> str:
-        """Return the name of the principal's cache subdirectory; raises as `Takeover.recall`."""
+        """Return the cache subdirectory's name; may raise TakeoverError or CacheDirectoryError."""
         takeover = self._takeover
         if takeover is not None and not takeover.is_fresh:
             # The recorded name is used, because finding the credentials' owner takes a second.

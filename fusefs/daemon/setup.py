@@ -42,7 +42,7 @@ def set_up(settings: MountSettings) -> None:
 def read_input(text: str) -> MountSettings:
     """Return the settings in the launcher's JSON.
 
-    Its files are put in memory, as they have secrets, and environment variables name them.
+    The files in the JSON, which have secrets, are put in memory; environment variables name them.
     """
     given = json.loads(text)
     for variable, content in given["files"].items():
@@ -62,9 +62,9 @@ def open_cache(
     *,
     in_any_case: bool,
 ) -> FileCache:
-    """Open the cache in `directory`; may raise CacheDirectoryError.
+    """Open the cache of the bucket `identity` in `directory`; may raise CacheDirectoryError.
 
-    With `in_any_case`, as in a takeover, the cache is opened even on a full or bad disk.
+    `in_any_case`, as in a takeover: even on a full or bad disk. `on_discard` gets bad cache files.
     """
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of

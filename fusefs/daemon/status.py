@@ -94,7 +94,7 @@ async def _warm(daemon: Daemon, path: str, request: dict[str, Any]) -> dict[str,
 
 
 async def _give_up(daemon: Daemon, path: str) -> dict[str, Any]:
-    """Give up changes at and below a path that wait for upload; see `Backlog.give_up`."""
+    """Give up unsent changes at and below a path; return counts and where the contents stay."""
     writer = daemon.operations.writer
     if writer is None:
         raise ControlError("a read-only mount has nothing to give up")
@@ -221,7 +221,7 @@ def pending(writer: Writer, prefix: str) -> dict[str, Any]:
 
 
 def sync(mutations: Mutations, key: str, *, is_first: bool) -> dict[str, Any]:
-    """Return `pending`, with the directory renames; `is_first` starts all of these at once."""
+    """Return `pending` plus unfinished directory renames; `is_first` starts all of them at once."""
     if is_first:
         mutations.writer.backlog.hurry(key)
     renames = mutations.changes.renames.pending(key, hurry=is_first)

@@ -199,11 +199,14 @@ class Takeover:
         return self.keeper.namespace
 
     async def look_at_process(self, pid: int, ino: int = 0) -> int:
-        """Ask the keeper about the process `pid`, as `KeeperClient.look_at_process` does."""
+        """Return `pid`'s fate (`FATES`); with `ino`, HOLDS (writes it), HOLDS_NOT or UNKNOWN."""
         return await self.keeper.look_at_process(pid, ino)
 
     async def keep(self, in_flight: Callable[[], int], files: PassthroughFiles | None) -> None:
-        """Send the keeper signs of life until it ends; under a supervisor, each new keeper too."""
+        """Send the keeper signs of life, with the number `in_flight()`, until the keeper ends.
+
+        Under a supervisor, each new keeper gets them, too, after the table of passthrough `files`.
+        """
         if self._supervisor is None:
             await self.keeper.run(in_flight, self._settings.hang_timeout)
             logger.error("the keeper is gone: the mount ends when this process does")
@@ -231,7 +234,7 @@ class Takeover:
 
 
 def _remove_leftovers(directory: Path, connection: int) -> None:
-    """Remove the journals of mounts that have ended. Blocks for a short time."""
+    """Remove ended mounts' journals, if this mount's `connection` is visible. Blocks briefly."""
     known = fuse_connection.numbers()
     if connection not in known:
         return  # this namespace does not show all connections

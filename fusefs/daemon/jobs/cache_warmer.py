@@ -97,7 +97,7 @@ class JobSpec:
 
     @property
     def id(self) -> str:
-        """The identifier of the job: its path, if it has no list, shard or pins."""
+        """The job's identifier: its path or list's name, then shard and "pin" if it has them."""
         parts = [f"list {self.list_name}" if self.list_name else self.path]
         if self.shard is not None:
             parts.append(f"shard {self.shard.number}/{self.shard.count}")
@@ -201,7 +201,7 @@ class WarmJob(WarmCounts):
         self.left_out_bytes += size
 
     def lost(self, size: int, arrived: int) -> None:
-        """Uncount a file that has changed since it was listed, with the bytes that `arrived`."""
+        """Uncount a file that has changed: its `size` as listed, and its bytes that `arrived`."""
         self.files -= 1
         self.bytes -= size
         self.done_bytes -= arrived
@@ -217,7 +217,7 @@ class WarmJob(WarmCounts):
         self.fail(f"line {line}: {path}", error)
 
     def describe_within(self, limit: int) -> dict[str, Any]:
-        """Return `describe()` with id, state and more; `limit` is the cache's limit in bytes."""
+        """Return counts, id, path, state and ETA for JSON, and the cache's `limit` in bytes."""
         return self.describe() | {
             "id": self.spec.id,
             "path": self.spec.title,
@@ -448,7 +448,7 @@ class CacheWarmer:
                     await self._bring(job, nursery, info)
 
     async def _finish_pin(self, job: WarmJob) -> None:
-        """Write the cache's records; if all of a path is pinned, release files the bucket lacks."""
+        """Write the cache's records; after a full pin of a path, unlisted files may be evicted."""
         await self._cache.record()
         is_all = job.why is None and not job.left_out_files
         if is_all and not job.spec.list_name and not is_pattern(job.spec.path):
@@ -503,7 +503,10 @@ class CacheWarmer:
     async def _bring(
         self, job: WarmJob, nursery: trio.Nursery, info: ObjectInfo, *, is_again: bool = False
     ) -> None:
-        """Start the requests for one file, each as soon as a slot is free; skip a cached file."""
+        """Start the requests for one file, each as soon as a slot is free; skip a cached file.
+
+        If the object changes meanwhile, the call is repeated for its new version, once: `is_again`.
+        """
         if self._head_cache.lacks_version(info):
             await self._slots.acquire()
             nursery.start_soon(self._learn, info)

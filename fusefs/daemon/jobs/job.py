@@ -53,7 +53,7 @@ class JobTable(Generic[JobType]):
         *,
         is_new: bool,
     ) -> JobType:
-        """Return `place`'s job; `make` and run one if none exists, or if it ended and `is_new`."""
+        """Return `place`'s job; if none, or an ended one and `is_new`: `make` one, run `work`."""
         job = self._jobs.get(place)
         if job is None or (is_new and job.has_ended):
             for old in [old for old, other in self._jobs.items() if other.has_ended][:-MOST_ENDED]:

@@ -59,7 +59,7 @@ class CopiesJob(Job):
 
 @dataclass
 class Unpinning(Job):
-    """A job that removes pins: `pins` is their number; if it is 0, `above` has pins of parents."""
+    """A job that removes `pins` pins; if that is 0, `above` has the pinned parent directories."""
 
     pins: int = 0
     above: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ class LocalCopies:
             job.add("dropped_", size)
 
     async def _drop_others(self, job: CopiesJob, key: str, staying: Set[CacheFile]) -> None:
-        """Drop unused copies at and below `key`, not `staying`: the bucket lacks their versions."""
+        """Drop unused copies at and below `key` except `staying`, whose versions the bucket has."""
         for number, file in enumerate(self._cache.files()):
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained

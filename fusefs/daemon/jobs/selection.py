@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A batch of selected `objects`; `roots`: keys of selected paths whose objects begin here."""
+    """A batch of `objects`; `roots`: keys of the selected paths whose first objects it has."""
 
     objects: list[ObjectInfo]
     roots: list[str]
@@ -170,7 +170,7 @@ class Selector:
     # Paths
 
     async def _tree(self, key: str, deliver: Deliver, limiter: trio.CapacityLimiter) -> None:
-        """Deliver the objects below the directory `key`; without any, the object `key`."""
+        """Deliver the objects below the directory `key` or, if there are none, the object `key`."""
         is_root = key == self._prefix.rstrip("/")
         prefix = self._prefix if is_root else key + "/"
         after = ""
@@ -225,7 +225,7 @@ class Selector:
             await self._names(prefix, parts, deliver)
 
     async def _names(self, prefix: str, parts: Sequence[str], deliver: Deliver) -> None:
-        """Deliver the files in `prefix` that match `parts`, and call `_level` for directories."""
+        """Deliver files in `prefix` that match `parts`; call `_level` for matching directories."""
         pattern = compiled(parts[0])
         assert pattern is not None
         begin = prefix + re.split(r"[*?[]", parts[0], maxsplit=1)[0]
