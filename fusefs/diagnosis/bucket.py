@@ -73,7 +73,7 @@ _NEEDED_FOR = {
 async def check(
     settings: S3Settings, prefix: str, *, tries_permissions: bool, may_write: bool
 ) -> list[Finding]:
-    """Make all checks of the bucket. Returns within 70 s, even if S3 does not answer."""
+    """Return all findings within 70 s; try changes only if `tries_permissions` and `may_write`."""
     findings: list[Finding] = []
     async with open_store(replace(settings, retry_time_s=RETRY_TIME_S)) as store:
         with trio.move_on_after(LIMIT_S) as scope:
@@ -218,7 +218,7 @@ async def _throughput(store: S3Store, info: ObjectInfo) -> Finding:
 
 
 async def _permissions(store: S3Store, prefix: str, *, may_write: bool) -> list[Finding]:
-    """Try each kind of request that a writable mount sends."""
+    """Try each kind of request that a writable mount sends; none unless `may_write`."""
     if not may_write:
         return [skipped("permissions", "a read-only mount, or --no-delete: nothing is written")]
     fd = os.memfd_create("fusefs-doctor", os.MFD_CLOEXEC)
@@ -255,7 +255,7 @@ class _Trial:
         self._fd = fd
 
     def steps(self) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
-        """Return the requests' names and functions, in an order in which all objects exist."""
+        """Return the trials' kinds and functions; earlier trials make the objects of later ones."""
         return [
             ("put", self._put),
             ("get", self._get),

@@ -64,7 +64,7 @@ def _check(subject: MountSubject) -> Iterator[Finding]:
 
 
 def _features(status: dict[str, Any]) -> Iterator[Finding]:
-    """Check that passthrough is on, and that the mount outlives its daemon; INIT decides both."""
+    """Check what FUSE's INIT decided: passthrough is on, and the mount outlives its daemon."""
     passthrough, survival = status.get("passthrough", {}), status.get("survival", {})
     session = f"session {status.get('session', '?')}"
     if passthrough.get("on"):

@@ -69,7 +69,7 @@ class Secrets:
         return _NAMED.sub(_without_value, text)
 
     def remove_plain(self, value: Any, *, is_secret: bool = False) -> Any:
-        """Return a JSON value without secrets, and without the values under names of secrets."""
+        """Remove secrets and values of secret names from a JSON value; all texts if `is_secret`."""
         if isinstance(value, Mapping):
             return {
                 self.remove(str(name)): self.remove_plain(

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def _handed_on(name: str, *, for_writing: bool = False) -> Any:
-    """Make a method that only calls the same method of the file system which has the path."""
+    """Make a method that calls the method `name` of the path's file system, mount or s3fs."""
 
     def method(self: FusefsFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
         fs, at = self._at(path, for_writing=for_writing)
@@ -75,7 +75,7 @@ class FusefsFileSystem(AbstractFileSystem):
         return named or os.environ.get("AWS_ENDPOINT_URL")
 
     def _at(self, path: str, *, for_writing: bool = False) -> tuple[AbstractFileSystem, str]:
-        """Return the file system that has a path, and the path's name there."""
+        """Return a path's file system and name there; OSError if `for_writing` and read-only."""
         path = self._strip_protocol(path)
         try:
             return _LOCAL, self.local_path(path, for_writing=for_writing)
@@ -293,7 +293,7 @@ def _is_renamed(source: str, target: str) -> bool:
 
 
 def _shares(paths: list[str]) -> list[list[int]]:
-    """Split the indexes of `paths` into about READS lists, one per thread, each of equal paths."""
+    """Group indexes of `paths` by path, for a thread each; at most 1/READS of all in a group."""
     numbers: dict[str, list[int]] = {}
     for number, path in enumerate(paths):
         numbers.setdefault(path, []).append(number)
@@ -306,7 +306,7 @@ def _shares(paths: list[str]) -> list[list[int]]:
 
 
 def _in_threads(read: Callable[[Any], T], items: Sequence[Any], on_error: str) -> list[Any]:
-    """Call `read` in threads, once per item; return results, or exceptions if not to be raised."""
+    """Call `read` on items in threads; exceptions are results unless `on_error` is "raise"."""
 
     def caught(item: Any) -> T | Exception:
         try:
