@@ -363,7 +363,7 @@ class AccessSource:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:
-        """Replace the access `used`, which S3 refused; False if there are no other credentials."""
+        """Look for other credentials than `used`, refused by S3; True if a retry may use others."""
         current = self.access
         if used is not None and used is not current:
             return True

@@ -61,7 +61,7 @@ class Fence:
         return self.capabilities.checksums is not True
 
     def sent(self, operation: str, condition: Strict) -> Strict:
-        """Return `condition`; None if the store does not implement it for an operation ("PUT")."""
+        """Return the condition to send: None if the store does not implement it for `operation`."""
         return None if _named(operation, condition) in self._unsupported else condition
 
     def relies_on(self, operation: str, condition: Strict) -> bool:
@@ -71,7 +71,7 @@ class Fence:
     async def send(
         self, operation: str, condition: Strict, send: Callable[[Strict], Awaitable[T]]
     ) -> T:
-        """Call `send` with `condition`, or with None if the store does not implement that one."""
+        """Call `send` with `condition`; on a store that does not implement it, `send` gets None."""
         condition = self.sent(operation, condition)
         try:
             return await send(condition)
@@ -143,7 +143,7 @@ class Fence:
     ) -> ObjectInfo:
         """Make a change of `key` by `send` on this condition alone (None: unconditionally).
 
-        Ceph's gateway refuses a PUT over the ETag that it reports, unless sent without quotes.
+        Ceph's gateway may refuse the ETag that a HEAD shows: then it is sent again without quotes.
 
         Raises:
             ConflictError: the condition does not hold.

@@ -60,7 +60,7 @@ async def copy(
     write: Write = PLAIN,
     log: UploadLog = UNRECORDED,
 ) -> ObjectInfo:
-    """Copy an object as `Store.copy` does; `log` records a multipart upload that is under way."""
+    """Copy exactly `source` to `key` on the server (`Store.copy`); `log` records an upload."""
     write = write.with_token(fence.tokens)
     condition = write.condition
     if write.metadata is not None:

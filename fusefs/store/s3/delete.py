@@ -38,7 +38,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-    """Delete an object as `Store.delete` does."""
+    """Delete an object; with `etag`, another version stays unless `adopts` (`Store.delete`)."""
 
     async def send(condition: Strict) -> None:
         call = Call("DELETE", "DELETE", key, headers=condition_headers(condition))
@@ -73,7 +73,7 @@ async def delete(fence: Fence, key: str, etag: str | None = None, *, adopts: boo
 async def delete_many(
     fence: Fence, keys: Iterable[str], etags: Mapping[str, str] | None = None
 ) -> list[DeleteFailure]:
-    """Delete objects as `Store.delete_many` does, a thousand with each request."""
+    """Delete objects, a thousand a time, those in `etags` only with that ETag; return failures."""
     etags = etags or {}
     failures: list[DeleteFailure] = []
     batch: list[str] = []

@@ -152,7 +152,7 @@ def _behind(
 ) -> dict[str, str] | None:
     """Return the query parameters of the page after `root`; None if `root` is the last page.
 
-    `start` has this page's parameters, `markers` the element with the next value of each.
+    `start` has this page's parameters; `markers` names, for each, the element with its next value.
 
     Raises:
         AttemptError: there is no next value, or the next page would be this page again.

@@ -67,7 +67,7 @@ class Getter:
         *,
         priority: Urgency = demanded,
     ) -> None:
-        """Download a range as `Store.download` does."""
+        """Download the bytes [start, stop) of exactly `version` into `sink` (`Source.download`)."""
         part = RangeDownload(version, start, stop, sink, self._requester.counted)
         part.has_checksums = self._has_checksums
         try:

@@ -72,7 +72,7 @@ LARGEST = 4 << 30
 class Schedule:
     """The offsets and sizes of a file's parts, counted from 1; the first ones have `first` bytes.
 
-    Both do not depend on the file's size, which is unknown while the file is written: the size of
+    Neither depends on the file's size, which is unknown while the file is written: the size of
     parts doubles after each thousand. With first parts of 8 MiB, 10,000 parts hold 8 TiB, and all
     parts of a file of 8 GB have the first size.
     """
@@ -297,7 +297,7 @@ class Upload:
         return self._object
 
     async def _is_gone(self) -> bool:
-        """True if S3 lacks the upload, whose completion Ceph's gateway answers with status 500."""
+        """True if there is no such upload: then Ceph's gateway answers its completion with 500."""
         try:
             await self._requester.attempt(self._call("LIST PARTS", "GET", {"max-parts": 1}))
         except AttemptError as error:
@@ -305,7 +305,7 @@ class Upload:
         return False
 
     async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
-        """Return the object as `_find` does; None also if S3 gives no usable answer."""
+        """Return the object if made of `parts`; None if not, or if S3 gives no usable answer."""
         with suppress(StoreError):
             return await self._find(parts)
         return None
@@ -394,7 +394,7 @@ class Upload:
         return FileBody(fd, start, stop - start)
 
     def _fits(self, part: Part | None, size: int) -> bool:
-        """True if `part` is as long as the part with its number of a file of `size` bytes."""
+        """True if `part` has the size of the part with its number in a file of `size` bytes."""
         if part is None or part.number > self.part_count(size):
             return False
         start, stop = self.part_range(part.number, size)
@@ -439,7 +439,7 @@ def is_mistakable(key: str) -> bool:
 
 
 async def abort(requester: Requester, key: str, upload_id: str) -> None:
-    """Abort an upload as `Store.abort_upload` does."""
+    """Abort an upload, which deletes its parts; no error if there is no such upload."""
     call = Call("ABORT UPLOAD", "DELETE", key, {"uploadId": upload_id})
     with suppress(NotFoundError):
         await requester.send(call, lambda _: None)
@@ -448,7 +448,7 @@ async def abort(requester: Requester, key: str, upload_id: str) -> None:
 async def put(
     fence: Fence, key: str, fd: int, size: int, write: Write, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
-    """Write a file as `Store.put_file` does, by a multipart upload, which `log` records."""
+    """Write `size` bytes of a file as the object `key` by a multipart upload; `log` records it."""
     begun = await begin(fence, key, write)
     async with _aborted_on_failure(fence.requester, begun, log) as upload:
         await upload.send(fd, upload.missing(size), size)
@@ -467,7 +467,7 @@ async def copy(
     """Copy an object that is too large for one request; `headers` and `metadata` are the copy's.
 
     Raises:
-        UnsupportedError: some stores would copy another object, whose key is the decoded one.
+        UnsupportedError: some stores would copy another object in its place (`is_mistakable`).
     """
     other = unquote(source.key)
     if is_mistakable(source.key) and await fence.find(other) is not None:
@@ -500,7 +500,7 @@ async def _aborted_on_failure(
 
 
 async def begin(fence: Fence, key: str, write: Write = PLAIN) -> Upload:
-    """Begin an upload as `Store.begin_upload` does."""
+    """Begin a multipart upload of a file of any size; `Upload.complete` makes it an object."""
     metadata = write.with_token(fence.tokens).stamped()
     head.check(metadata, write.content_type)
     kept = {} if write.content_type is None else {"content-type": write.content_type}
@@ -517,14 +517,14 @@ async def _begin(
 
 
 async def resume(fence: Fence, state: UploadState) -> Upload:
-    """Resume an upload as `Store.resume_upload` does."""
+    """Resume a recorded upload: find its parts, or its object (`Store.resume_upload`)."""
     upload = Upload(fence, state, is_resumed=True)
     await upload.discover()
     return upload
 
 
 async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
-    """List uploads as `Store.list_uploads` does."""
+    """Return the multipart uploads of all clients below `prefix`."""
     query = {"uploads": "", "prefix": prefix, "encoding-type": "url"}
 
     def call(start: Mapping[str, str]) -> Call:
@@ -538,7 +538,7 @@ async def _listed(
     call: Callable[[dict[str, str]], Call],
     read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
 ) -> list[T]:
-    """List all pages: `call` makes a page's request, `read` returns entries and the next start."""
+    """Return the entries of all pages; `read` gives a page's, and the start for the next `call`."""
     found: list[T] = []
     start: dict[str, str] | None = {}
     while start is not None:

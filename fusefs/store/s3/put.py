@@ -37,7 +37,7 @@ SMALL = 128 << 10
 async def put_file(
     fence: Fence, key: str, fd: int, size: int, write: Write = PLAIN, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
-    """Write a file as `Store.put_file` does; `log` records a multipart upload under way."""
+    """Write a file as an object by one PUT, or by a multipart upload, which `log` records."""
     write = write.with_token(fence.tokens)
     if size <= fence.requester.settings.part_size:
         return await put(fence, key, fd, size, write)
@@ -45,7 +45,7 @@ async def put_file(
 
 
 async def put(fence: Fence, key: str, fd: int, size: int, write: Write) -> ObjectInfo:
-    """Write a file as `Store.put_file` does, by one PUT."""
+    """Write the first `size` bytes of the file `fd` as the object `key`, by one PUT."""
     requester = fence.requester
     head.check(write.stamped(), write.content_type)
 

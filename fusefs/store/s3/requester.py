@@ -202,7 +202,7 @@ class Requester:
         self._last_explained = self._timed_out = -math.inf
 
     def counters(self) -> dict[str, int]:
-        """Return the counters that `Store.counters` promises."""
+        """Return the numbers of requests and bytes so far, and of allowed connections, by name."""
         return {
             **{name: self.counted[name] for name in _SHOWN},
             "connections": self.connections.allowed,
@@ -362,9 +362,9 @@ class Requester:
         return failure
 
     async def _explain(self, call: Call, failure: Failure) -> Failure:
-        """Return the failure, or a LIST's failure if that says that S3 rejects the credentials.
+        """Send a LIST if a 400 or 403 has no error code: a HEAD's answer has no body for a code.
 
-        The LIST is sent for a failure without a code: a HEAD's answer has no body, and so no code.
+        Return the LIST's failure if it says that S3 rejects the credentials, else `failure`.
         """
         is_due = trio.current_time() - self._last_explained >= EXPLAIN_EVERY_S
         if not failure.code and (failure.status == 400 or (failure.status == 403 and is_due)):
@@ -377,7 +377,7 @@ class Requester:
         return failure
 
     def failed(self, call: Call, failure: Failure, *, may_be_done: bool = False) -> StoreError:
-        """Count and log a request that finally failed; return the error to raise."""
+        """Count and log a failed request, perhaps done by S3 (`may_be_done`); return its error."""
         # A missing object is a usual answer to lookups, and a condition that does not hold is what
         # the condition is for.
         is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
@@ -391,7 +391,7 @@ class Requester:
         return error
 
     def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
-        """Set `is_doubtful` of the key's changes if S3 gave no answer; None: a cancellation."""
+        """Set `is_doubtful` of the key's changes if S3 gave no answer (no `failure`: cancelled)."""
         # S3's own 503 has a code; a gateway's may mean that the connection to S3 was lost.
         codeless = failure is not None and failure.status == 503 and not failure.code
         is_lost = failure is None or failure.status in _NO_ANSWERS or codeless
@@ -442,7 +442,7 @@ def for_condition(failure: Failure, condition: Strict) -> Failure:
 
 
 def classify(operation: str, failure: Failure) -> Failure:
-    """Return the failure as `operation` means it, such as a missing bucket for a LIST's 404."""
+    """Return the failure with its meaning for `operation`: a LIST's 404 is a missing bucket."""
     if operation == "LIST" and failure.kind is NotFoundError:
         # A LIST asks for no object.
         return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")

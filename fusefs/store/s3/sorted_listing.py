@@ -78,7 +78,7 @@ class _WholeListing:
         return self._database.total_changes > before
 
     def page(self, prefix: str, start_after: str, most: int) -> ListPage:
-        """Return a page as `Store.list_page` does. Blocks."""
+        """Return the first `most` entries after `start_after` that begin with `prefix`. Blocks."""
         rows = self._database.execute(
             "SELECT * FROM entries WHERE key > ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
             (start_after, prefix, prefix + _LAST, most + 1),
@@ -108,7 +108,7 @@ class SortedListings:
         return (_folder(prefix), delimiter) in self._known
 
     async def page(self, prefix: str, delimiter: str, start_after: str, most: int) -> ListPage:
-        """Return a page as `Store.list_page` does; without `start_after`, list the folder anew.
+        """Return up to `most` sorted entries after `start_after` ("": list the folder anew).
 
         Raises:
             StoreError: the listing failed, or the local disk cannot hold it.
