@@ -34,12 +34,12 @@ Urgency = Callable[[], Priority]
 
 
 def demanded() -> Priority:
-    """Return the priority of requests that a program waits for (an `Urgency`)."""
+    """Return the priority of requests that a program waits for: the default `Urgency`."""
     return Priority.DEMAND
 
 
 def writing() -> Priority:
-    """Return the priority of uploads (an `Urgency`)."""
+    """Return the priority of uploads: the `Urgency` of writes."""
     return Priority.WRITE
 
 
@@ -92,8 +92,8 @@ class ListPage:
     `prefixes` are the common prefixes with their trailing delimiter. `next_token` is None on the
     last page. `last` is the last key or prefix ("" on an empty page), after which the listing
     continues. The ETag "" marks an entry of which only the key is usable; `unnamed` counts entries
-    without a usable key. `listed_at` is infinite, except for a page of a saved listing
-    (sorted_listing.py): then it is the start of that listing, in monotonic seconds.
+    without a usable key. `listed_at` is the start of the saved listing that the page was read from
+    (sorted_listing.py), in monotonic seconds, or infinite if S3 has just sent the page.
     """
 
     objects: list[ObjectInfo]
@@ -222,7 +222,7 @@ class NewFile(Protocol):
         """Return a path without a file, a new one at each call; the engine creates its folder."""
 
     def created(self, path: str, fd: int) -> int:
-        """Take over the file `fd` that the engine created at `path`; return the fd to use."""
+        """Take over the engine's new file `fd` at `path`; return the fd that the download uses."""
 
 
 class Sink(Protocol):
@@ -236,12 +236,12 @@ class Sink(Protocol):
         """Return the file's descriptor, or a `NewFile` if the engine is to create the file."""
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write `data`, the object's bytes from `offset` on, which no engine thread has written."""
+        """Write the object's bytes `data` at `offset`; called by sources other than the engine."""
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         """Record that all requested bytes before the object's offset `stop` are written.
 
-        `sums` has (start, stop, CRC32) of new ranges; each ends at a whole MiB or at the end.
+        `sums` has (start, stop, CRC32) of new ranges; each ends at a whole MiB or an answer's end.
         """
 
 
@@ -255,7 +255,7 @@ class UploadLog:
         """Remove the record of an upload that was completed or aborted."""
 
     def add(self, key: str, upload_id: str) -> None:
-        """Record an upload that could not be aborted yet."""
+        """Record an upload whose abort failed: it is still to be aborted."""
 
 
 UNRECORDED = UploadLog()

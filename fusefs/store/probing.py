@@ -156,7 +156,7 @@ async def probe(store: S3Store, prefix: str, *, in_parts: bool) -> Capabilities:
 
 
 async def _honours_conditions(store: S3Store, key: str, fd: int, *, in_parts: bool) -> bool:
-    """Put an object on the condition of an ETag that no object has; True if the store refuses."""
+    """Put the file `fd` on the condition of an ETag that no object has; True if refused."""
     write = Write(condition=IfMatch(_OTHER_ETAG)).with_token(store.tokens)
     send = multipart.put if in_parts else put.put
     try:

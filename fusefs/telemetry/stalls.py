@@ -123,7 +123,7 @@ class Stalls:
         return Pressure(tuple(stalled), tuple(wait))
 
     def _stalled_at(self, then: float, now: float, stalled: tuple[float, ...]) -> list[float]:
-        """Return the stalled times at `then`, interpolated between two snapshots."""
+        """Interpolate the stalled times at `then` from snapshots; at `now` they are `stalled`."""
         early, late = (self._began, (0.0,) * len(stalled)), (now, stalled)
         for snapshot in self._snapshots:
             if snapshot[0] > then:

@@ -31,7 +31,7 @@ class Sampler:
     _before: dict[str, MountAnswer] = field(default_factory=dict)
 
     def sample(self) -> list[Rates]:
-        """Query all mounts; return their rates since the last call. Blocks until the time-out."""
+        """Return all mounts' rates since the last call. Blocks until each answered or timed out."""
         answers = query_all(mounts_of_user())
         found = [rates(self._before.get(one.target.volume), one) for one in answers]
         # After a missing or malformed answer, the last good answer is the base of the next rates.

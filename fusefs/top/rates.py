@@ -189,7 +189,7 @@ class _Change:
         }
 
     def _within(self, name: str, operation: str, rate: float) -> float | None:
-        """Return the lowest bucket bound with `rate` observations a second at or below, or None."""
+        """Return the least bucket bound within which `rate` requests a second ended, or None."""
         below: dict[float, float] = {}
         for key, value in self._now.items():
             labels = dict(key[1])

@@ -15,9 +15,9 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def complaint(location: str | None, url: str, *, knows_region: bool = False) -> str | None:
-    """Return a sentence for the user about a redirect from `url` to the header `location`.
+    """Return a sentence for the user about a redirect of `url` to `location`, if that is given.
 
-    None if the redirect is to the same server and its answer named the bucket's right region
+    None if `location` is on the same server and the answer named the bucket's right region
     (`knows_region`): then the request only has to be signed for that region.
     """
     requested, target = urlsplit(url), urlsplit("")

@@ -30,7 +30,7 @@ class ServerClock:
     def corrects(
         self, status: int, code: str, headers: Mapping[str, str], signed_offset_s: float
     ) -> bool:
-        """Use S3's time from a refusal; return False if the refusal was not for a wrong clock.
+        """True if a wrong clock caused S3's refusal, whose date then corrects this clock.
 
         `signed_offset_s` is the `offset_s` with which the request was signed.
         """

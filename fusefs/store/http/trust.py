@@ -88,7 +88,7 @@ def _system() -> Trust:
 
 
 def _trust(paths: list[str], origin: str) -> Trust:
-    """Return the certificates in files, and in all files of directories, without duplicates."""
+    """Return the distinct certificates in files and folders; errors name the setting `origin`."""
     found: dict[bytes, None] = {}
     try:
         for path in map(Path, paths):
