@@ -433,7 +433,7 @@ class Upload:
 def is_mistakable(key: str) -> bool:
     """True if `key` has a percent-encoded character, so that decoding gives another key.
 
-    Ceph's gateway decodes the source's key of a copied part twice, and ignores the condition.
+    For copied parts, Ceph's gateway decodes the source's key twice, and ignores the condition.
     """
     return unquote(key) != key
 

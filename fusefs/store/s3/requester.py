@@ -132,9 +132,9 @@ class RetryBudget:
             self.restart()
 
     def has_time(self, longest_s: float = math.inf) -> bool:
-        """True if there is time for a retry; `longest_s` limits the time for this failure.
+        """True if there is time for a retry; a failure may limit that to `longest_s` of retries.
 
-        `longest_s` never prevents the first retry.
+        The limit `longest_s` never prevents the first retry.
         """
         end = self._end if self._attempts == 0 else min(self._end, self._began + longest_s)
         return trio.current_time() < end

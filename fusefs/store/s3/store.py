@@ -103,7 +103,7 @@ class S3Store:
         self.is_prefix_empty = not (page.objects or page.prefixes or page.next_token)
 
     def _in_full(self, what: str, error: StoreError) -> str:
-        """Return the sentence `what` with the endpoint, the error and any missing right.
+        """Return the sentence `what` with the endpoint, the error, and a missing permission.
 
         The endpoint may come from the AWS configuration.
         """
