@@ -22,13 +22,12 @@ other's failures for the end of the rename, and delete the only objects left.
 from __future__ import annotations
 
 import enum
-import errno
 import json
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +49,8 @@ FORMAT = 2
 RETRY_S = 5.0
 # The same pause while no rename is unfinished.
 IDLE_S = 60.0
+# The longest wait of a program whose rename has failed for the cache disk to take the record.
+GIVE_UP_S = 60.0
 # The most changes waiting for a rename whose keys `describe` lists.
 MOST_NAMED = 5
 
@@ -262,13 +263,21 @@ class RenameJobs:
         A rename is done when all objects exist under the new name and deletes are allowed:
         `run` later deletes the old objects that could not be deleted yet.
         """
-        async with job.lock:
-            if job in self._unfinished:
-                await self._prefix_lock.wait_for_turn(job.closure)
-                if job.phase == Phase.COPYING:
-                    await self._copy(job)
-                await self._complete(job)
-            return job.phase == Phase.DELETING
+        try:
+            async with job.lock:
+                if job in self._unfinished:
+                    await self._prefix_lock.wait_for_turn(job.closure)
+                    if job.phase == Phase.COPYING:
+                        await self._copy(job)
+                    await self._complete(job)
+                return job.phase == Phase.DELETING
+        except (StoreError, OSError):
+            # The next process would carry out a rename of which the program knows that it failed.
+            with trio.move_on_after(GIVE_UP_S):
+                while job.is_ours and job in self._unfinished and not job.is_safe:
+                    await trio.sleep(RETRY_S)
+                    await self.finish(job)
+            raise
 
     async def _copy(self, job: RenameJob) -> None:
         copies = job.copies = self._make_copies(job.old, job.new)
@@ -284,10 +293,6 @@ class RenameJobs:
                 job.copies = None  # a listing will find the copies of both processes
             job.phase, job.is_safe = Phase.UNDOING, False
             await self._complete(job)
-            # The next process would carry out a rename of which the program knows that it failed.
-            while job.is_ours and job in self._unfinished and not job.is_safe:
-                await trio.sleep(RETRY_S)
-                await self._complete(job)
             raise
 
     @contextmanager
@@ -313,13 +318,9 @@ class RenameJobs:
         is_undone = job.phase == Phase.UNDOING
         try:
             if not job.is_safe:
-                try:
+                with suppress(OSError) if is_undone else nullcontext():
                     await self._record(job)
                     job.is_safe = True
-                except OSError as error:
-                    # A full disk lets the record be removed once the copies are.
-                    if not is_undone or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
             if job.copies is None:
                 copies = self._make_copies(job.old, job.new)
                 await (copies.recall_made if is_undone else copies.recall_sources)(job.until_ns)
@@ -327,11 +328,16 @@ class RenameJobs:
             if is_undone:
                 with trio.CancelScope(shield=True):
                     await job.copies.undo(keep=job.new if job.has_replaced else "")
+                if not job.is_safe:
+                    job.path.unlink(missing_ok=True)  # a full disk permits this
             else:
                 await job.copies.delete_sources(note)
         except (StoreError, OSError) as error:
-            left = job.new if is_undone else job.old
-            logger.warning("objects are left below %s, and removed later: %s", left, error)
+            if str(error) != str(job.closure.error):
+                what = "objects are left below %s, and removed later: %s"
+                if is_undone and not job.is_safe:
+                    what = "the next mount makes the failed rename to %s unless the disk works: %s"
+                logger.warning(what, job.new if is_undone else job.old, error)
             self._prefix_lock.fail(job.closure, error)
             return
         self._end(job)

@@ -7,6 +7,7 @@ the bucket, every record of the journal, and every record of a staged file.
 import errno
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,25 +24,16 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
     return fate_of_records(monkeypatch)
 
 
+@dataclass
 class Case:
     """A request, what there is before it, and what there is after it."""
 
-    def __init__(
-        self,
-        before: dict[str, bytes],
-        request: Callable[[Process, int], Awaitable[None]],
-        after: dict[str, bytes],
-        *,
-        listing: dict[str, list[str]],
-        open: str = "",
-        new: str = "",
-    ) -> None:
-        self.before = before
-        self.request = request
-        self.after = after
-        self.listing = listing
-        self.open = open
-        self.new = new
+    before: dict[str, bytes]
+    request: Callable[[Process, int], Awaitable[None]]
+    after: dict[str, bytes]
+    listing: dict[str, list[str]]
+    open: str = ""
+    new: str = ""
 
     async def set_up(self, process: Process, store: MemoryStore) -> list[int]:
         """Returns the handles that are open: of a file that was changed, or of a new one."""
