@@ -120,7 +120,8 @@ class Mutations(MountPart):
             # With a handle the program may have read the content before it truncates the file.
             is_anew = not new.size and not new.has_handle
             await self.writer.truncate(inode, new.size, is_anew=is_anew)
-            inode = await self._file_now(inode)
+            if _changed(old := self._head_cache.meta(inode), new, mtime_ns) != old:
+                inode = await self._file_now(inode)
         old = self._head_cache.meta(inode)
         if inode.staged is not None and mtime_ns == self._state.attributes(inode).mtime_ns:
             mtime_ns = None

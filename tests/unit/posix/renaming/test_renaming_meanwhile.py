@@ -116,17 +116,22 @@ async def test_what_is_staged_is_uploaded_by_the_next_process_after_the_rename(
     assert mount.store.contents() == XYZ | {"b/x": b"2"}
 
 
-async def test_a_rename_waits_for_what_is_under_way(process: Process) -> None:
-    stop = Stop(process.store, "DELETE", "a/x")
+@pytest.mark.parametrize("what", ["DELETE", "PUT"])
+async def test_a_rename_waits_for_what_is_under_way(process: Process, what: str) -> None:
+    """That does not fail with the rename."""
+    process.store.before = failing(UnreachableError("a/z"), ("DELETED", "a/z"))
+    stop = Stop(process.store, what, "a/x")
+    change = process.unlink if what == "DELETE" else partial(process.set_attributes, size=0)
     await process.listing("a")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(process.unlink, "a/x")
+        nursery.start_soon(change, "a/x")
         await stop.reached.wait()
         nursery.start_soon(process.rename, "a", "b")
         await wait_all_tasks_blocked()
         assert process.store.count("COPY") == 0
         stop.go_on.set()
-    assert process.store.contents() == YZ
+    left = YZ if what == "DELETE" else XYZ | {"b/x": b""}
+    assert process.store.contents() == left | {"a/z": b"z"}
 
 
 @states("Renames of directories that overlap are made one after the other, in their order.")
@@ -208,7 +213,6 @@ async def test_the_copies_of_all_processes_are_removed_if_the_last_one_fails(
         nursery.start_soon(process.rename, "a", "b")
         await stop.reached.wait()
     del mount.store.objects["a/"]
-
     mount.store.before = failing(StoreError("archived"), ("COPY", "b/z"))
     async with mount.serving() as process:
         await finished(process)
