@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import trio
 
-from fusefs.posix.directory.segment import Absent, Entry
+from fusefs.posix.directory.segment import ABSENT, Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.create_remove import CreateRemove
@@ -38,6 +38,8 @@ from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo
 logger = logging.getLogger("fusefs.attributes")
 
 RENAME_NOREPLACE = 1
+# The longest wait for an object after a change of it that has taken the retry time already.
+LOOK_S = 5.0
 
 
 class Made(NamedTuple):
@@ -395,8 +397,8 @@ class NameChanges(CreateRemove):
             is_gone = isinstance(error, NotFoundError)
             if condition == IF_ABSENT or not (is_gone or error.may_be_done):
                 raise
-            made = await find(self._store, key)
-            if made is None or made.size != source.size:
+            made = await (find(self._store, key) if is_gone else self._look(key))
+            if not isinstance(made, ObjectInfo) or made.size != source.size:
                 raise
             was_there = isinstance(condition, Expect) and made.etag == condition.etag
             is_equal = made.etag == source.etag
@@ -426,28 +428,25 @@ class NameChanges(CreateRemove):
                 self._writer.staging.unlink(rival)
             await self._store.delete(key, etag)
         except (StoreError, OSError):
-            is_there = made is None or await self._is_there(key, etag)
-            if is_there is False:
+            there = None if made is None else await self._look(key)
+            if isinstance(there, Absent) or (there and etag not in (None, there.etag)):
                 self._unanswered.confirm(key, None)
                 return
             if rival is not None and state is not None:
                 rival.state = state
             if made is not None:
                 # If a late delete may still succeed, the new object may soon be the only one.
-                is_kept = is_there is True and not self._unanswered.concerns(key)
+                is_kept = there is not None and not self._unanswered.concerns(key)
                 if is_kept and made.sent is None:
                     await self._cache.move(made.new.version, made.source.version)
                 await self._take_back(made.new, rival, may_go=is_new and is_kept)
             raise
 
-    async def _is_there(self, key: str, etag: str | None) -> bool | None:
-        """True if the object of a failed DELETE exists, with `etag` if given; None if unknown."""
-        try:
-            return etag in (None, (await self._store.head(key)).etag)
-        except NotFoundError:
-            return False
-        except (StoreError, OSError):
-            return None
+    async def _look(self, key: str) -> ObjectInfo | Absent | None:
+        """Find the object of a failed change; None if S3 does not answer soon."""
+        with trio.move_on_after(LOOK_S), suppress(StoreError, OSError):
+            return await find(self._store, key) or ABSENT
+        return None
 
     async def _take_back(self, made: ObjectInfo, rival: StagedFile | None, *, may_go: bool) -> None:
         """Delete the new object `made` of a failed rename if it `may_go`, else keep it.

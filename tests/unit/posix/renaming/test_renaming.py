@@ -17,7 +17,7 @@ from fusefs.posix.late.request_log import DELETE, Change
 from fusefs.posix.late.uncertain_keys import UncertainKeys
 from fusefs.store.errors import AccessDeniedError, ExistsError, UnreachableError, UnsupportedError
 from fusefs.store.interface import IF_ABSENT, ObjectInfo, Write
-from tests.support.memory_store import MemoryStore, failing
+from tests.support.memory_store import MemoryStore, Stop, failing
 from tests.support.semantics import states
 from tests.support.survival.fate import Fate
 from tests.support.survival.mortal_mount import MortalMount, Process
@@ -81,28 +81,23 @@ async def test_a_file_stays_as_old_as_it_is(mount: MortalMount) -> None:
 
 
 @states("Files that are open, also for writing, go on under the new name.")
-async def test_open_files_are_read_on_under_the_new_name(process: Process) -> None:
+async def test_open_files_go_on_under_the_new_name(process: Process) -> None:
     """Also one of which only the first bytes are there."""
     data = os.urandom(4 << 20)
     process.store.put("old/big", data)
-    fh = await process.open("old/big")
+    process.store.put("old/log", b"one")
+    fh, log = await process.open("old/big"), await process.open("old/log", os.O_RDWR)
+    await process.write(log, 3, b"two")
     await process.rename("old", "new")
+    await process.write(log, 6, b"three")
+    assert await process.load("new/log") == b"onetwothree"
+    await process.close(log)
+    assert process.store.contents() == {"new/big": data, "new/log": b"onetwothree"}
     assert await process.read(fh, 3 << 20, 100) == data[3 << 20 :][:100]
     await process.rename("new/big", "bigger")
     assert await process.read(fh, 2 << 20, 100) == data[2 << 20 :][:100]
     again = await process.open("bigger")
     assert await process.read(again, 0, 100) == data[:100]
-
-
-async def test_a_file_that_is_written_goes_on_under_the_new_name(process: Process) -> None:
-    process.store.put("old/log", b"one")
-    fh = await process.open("old/log", os.O_RDWR)
-    await process.write(fh, 3, b"two")
-    await process.rename("old", "new")
-    await process.write(fh, 6, b"three")
-    assert await process.load("new/log") == b"onetwothree"
-    await process.close(fh)
-    assert process.store.contents() == {"new/log": b"onetwothree"}
 
 
 async def test_an_overwritten_file_that_is_put_under_its_new_name_has_its_new_content(
@@ -126,7 +121,6 @@ async def test_copies_that_cannot_be_made_are_taken_back(process: Process, error
     """Also where the local disk fails: the removal of what had the name stays on record."""
     tree = fill(process.store, "old/")
     process.store.put("new/", mode="16832")
-
     process.store.before = failing(error, ("COPY", "new/4"))
     with pytest.raises(type(error)):
         await process.rename("old", "new")
@@ -362,28 +356,22 @@ async def test_what_is_not_one_step_is_refused(process: Process, flags: int) -> 
     assert process.store.contents() == {"b": b"b", "c": b"a"}
 
 
-async def test_what_another_node_has_just_made_is_not_replaced(process: Process) -> None:
-    """If that is what the program wants, as `mv` does."""
+@pytest.mark.parametrize("is_linked", [False, True])
+@states("Where the store knows conditional writes, a symbolic link replaces no other node's file.")
+async def test_what_another_node_has_just_made_is_not_replaced(
+    process: Process, *, is_linked: bool
+) -> None:
+    """By a link, which programs use as a lock, or a rename that the program so wants, as `mv`."""
     process.store.put("a", b"a")
     assert await process.listing() == ["a"]
     process.store.put("b", b"of another node")
+    make = process.symlink("b", b"") if is_linked else process.rename("a", "b", flags=NOREPLACE)
     with pytest.raises(ExistsError):
-        await process.rename("a", "b", flags=NOREPLACE)
+        await make
     assert process.store.contents() == {"a": b"a", "b": b"of another node"}
     assert await process.listing() == ["a", "b"]
     await process.rename("a", "b")
     assert process.store.contents() == {"b": b"a"}
-
-
-@states("Where the store knows conditional writes, a symbolic link replaces no other node's file.")
-async def test_a_link_replaces_nothing_that_another_node_has_just_made(process: Process) -> None:
-    """Programs use links as locks."""
-    assert await process.listing() == []
-    process.store.put("lock", b"of another node")
-    with pytest.raises(ExistsError):
-        await process.symlink("lock", b"target")
-    assert process.store.contents() == {"lock": b"of another node"}
-    assert await process.listing() == ["lock"]
 
 
 async def test_a_link_is_made_without_conditions_and_temporary_files(
@@ -418,15 +406,22 @@ async def test_a_directory_takes_no_name_that_another_node_has_just_taken(
     assert await process.listing() == ["b", "c"]
 
 
+@pytest.mark.parametrize(("failed", "unseen"), [("COPY", "b"), ("DELETE", "a")])
 async def test_a_target_that_is_written_is_lost_only_when_the_rename_succeeds(
-    process: Process,
+    process: Process, monkeypatch: pytest.MonkeyPatch, failed: str, unseen: str
 ) -> None:
+    """A rename that has taken the retry time hardly waits to see what the bucket has done."""
+    monkeypatch.setattr("fusefs.posix.namespace.rename.LOOK_S", 0.01)
     process.store.put("a", b"a")
-
+    await process.node("a")
     fh = await process.create("b", b"precious")
-    process.store.before = failing(UnreachableError, "COPY")
-    with pytest.raises(UnreachableError):
+    error = UnreachableError(failed)
+    error.may_be_done = True
+    process.store.before = failing(error, failed)
+    stop = Stop(process.store, "HEAD", unseen)
+    with pytest.raises(UnreachableError, match=failed), trio.fail_after(5):
         await process.rename("a", "b")
+    stop.go_on.set()
     process.store.heal()
     assert await process.load("b") == b"precious"
     await process.close(fh)
@@ -460,7 +455,6 @@ async def test_a_rename_that_may_delete_nothing_shows_both_files(
     fh = await process.create("old", b"moved")
     await process.writer.flusher.fsync(fh)
     await process.set_attributes("old", mode=0o600)
-
     refused = ("DELETE", "old"), ("DELETE", "new")
     process.store.before = failing(UnreachableError("old"), *refused)
     assert not is_replacing or await process.load("new") == b"replaced"
@@ -517,7 +511,6 @@ async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploa
 ) -> None:
     """Else it would be there once that file was removed."""
     process.store.put("old", b"moved")
-
     process.store.before = failing(UnreachableError("old"), ("DELETE", "old"))
     await process.mkdir("other")  # a file that was there before would count as inherited
     fh = await process.create("new", b"new")
@@ -536,14 +529,12 @@ async def test_what_is_read_past_the_cache_while_it_is_renamed_is_read_under_its
     fh = await process.open("old")
     file = process.operations.handles.files[fh].file
     process.operations.cache.disable(file, OSError(errno.EIO, "the disk fails"))
-    is_renamed = False
 
     async def rename_first() -> None:
-        nonlocal is_renamed
-        if process.store.requests[-1] == ("GET", "old") and not is_renamed:
-            is_renamed = True
+        if process.store.requests[-1] == ("GET", "old"):
+            process.store.pause = trio.lowlevel.checkpoint
             await process.rename("old", "new")
 
     process.store.pause = rename_first
     assert await process.read(fh, 2 << 20, 1000) == content[2 << 20 :][:1000]
-    assert is_renamed
+    assert await process.listing() == ["new"]
