@@ -10,6 +10,7 @@ volumes are reconciled at a time, not counting those that have taken `WORKING_S`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ import time
 from csi.errors import AbortedError, CsiError
 from csi.in_flight import Claims
 from csi.node.bind_mount import MountTable
-from csi.node.drain import Drains
+from csi.node.drain import Drains, UploadingError
 from csi.node.mount_record import MountRecord
 from csi.node.mounts import Mounts
 from csi.node.warmup import Warmups
@@ -128,11 +129,13 @@ class Reconciler(threading.Thread):
         table = MountTable()
         is_awaited = self._warmups.is_awaited(record.key)
         if not self._mounts.references(record.key, table) and not is_awaited:
-            self._drains.check(record)
-            if self._drains.end(record, time.monotonic()):
-                self._warmups.forget(record.key)
-        else:
-            self._mounts.ensure_held(record, time.monotonic() + START_S)
+            with contextlib.suppress(UploadingError):
+                self._drains.check(record)
+                if self._drains.end(record, time.monotonic()):
+                    self._warmups.forget(record.key)
+                return
+            record = self._mounts.records.read(key) or record  # has the drain's beginning now
+        self._mounts.ensure_held(record, time.monotonic() + START_S)
 
     def _remove_leftovers(self) -> None:
         """End mounts without a record; remove their directories, also those left by a reboot."""

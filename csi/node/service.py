@@ -250,7 +250,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             log.info("%s: no part is fetched for pod %r: it has no number", publish.volume_id, pod)
         is_alive = self._mounts.is_alive(record, MountTable())
         if is_alive:
-            self._mounts.records.write(record.key, record)  # the file may be lost
             self._store_secrets(plan)
         else:
             self._begin(plan, ends)
@@ -259,6 +258,8 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._warmups.add_waiter(record.key, warm, publish.target)
             return record, warm
         self._bind(record, publish)
+        if record.drain_began:
+            self._mounts.records.write(record.key, replace(record, drain_began=0.0))
         self._warmups.remove_waiter(record.key, publish.target)
         self._warmups.begin(record, warm, is_new=not is_alive)
         return None
@@ -342,7 +343,6 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         key = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
         known = self._mounts.records.read(key)
         if known is not None:
-            known = replace(known, drain_began=0.0)
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # records of an earlier mount
         location.store.check_address()

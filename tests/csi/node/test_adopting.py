@@ -10,6 +10,7 @@ import pytest
 
 from csi.daemons.client import SupervisorClient
 from csi.generated import csi_pb2
+from csi.node import bind_mount
 from csi.node.config import SUPERVISOR
 from fusefs.launch import control
 from fusefs.launch.launcher import SupervisorAddress
@@ -115,6 +116,7 @@ def test_the_uploads_of_a_mount_that_can_be_resumed_are_waited_for(
         with without_reconciler(node), pytest.raises(grpc.RpcError, match="late") as refused:
             node.unpublish("volume", target, timeout_s=5.0)
         assert code_of(refused) is grpc.StatusCode.ABORTED
+        bind_mount.pop_all(target)  # kubelet may not call again
         faulty.remove(fault)
         node.start("--daemons=there")
         until_final(node.unpublish, "volume", target)

@@ -258,9 +258,12 @@ def test_a_second_group_is_refused_where_the_node_cannot_show_it(
             node.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
         node.start()
         publish(node, data, "pod-1", 2001)
+        [record] = (node.state / "mounts").iterdir()
+        record.write_text(record.read_text().replace('"drain_began": 0', '"drain_began": 1'))
         for _ in range(2):
             with refused(Code.FAILED_PRECONDITION, "fsGroup 2001", "fsGroup 2002", lacking):
                 publish(node, data, "pod-2", 2002)
+        assert '"drain_began": 1' in record.read_text()  # no pod has come
         assert not node.target("pod-2").exists()
         publish(node, data, "pod-3", 2001)
         for pod in ("pod-1", "pod-3"):

@@ -160,9 +160,7 @@ def test_a_mount_is_awaited_before_the_call_that_warms_it_releases_its_claim(
     service: Any = NodeService.__new__(NodeService)
     warm = WarmOption(("a",), is_first=True)
     service._warmups = Warmups(tmp_path)
-    service._mounts = SimpleNamespace(
-        is_alive=lambda *_: True, records=SimpleNamespace(write=lambda *_: None)
-    )
+    service._mounts = SimpleNamespace(is_alive=lambda *_: True)
     service._store_secrets = lambda _plan: None
     service._plan = lambda *_: SimpleNamespace(record=RECORD, warm=warm)
     monkeypatch.setattr("csi.node.service.MountTable", lambda: None)

@@ -38,30 +38,17 @@ def a_record(settings: dict[str, str] | None = None, key: str = "key") -> MountR
     return MountRecord(key, "volume", place, source, "me", 1, "", settings or {}, 0.0)
 
 
-def add_unknown(directory: Path) -> None:
-    for path in directory.glob("*.json"):
+def test_records_are_read_but_for_fields_that_are_unknown(tmp_path: Path) -> None:
+    mounts, pods = MountRecords(tmp_path / "mounts"), PodRecords(tmp_path / "pods")
+    warmups, first = Warmups(tmp_path / "warming"), WarmOption(("a",), is_first=True)
+    mounts.write("key", a_record())
+    pods.note(pod := PodRecord("/pods/uid", "default", "pod"))
+    (tmp_path / "warming/key.json").write_text('{"began": 1.0, "is_over": true, "waiting": {}}')
+    for path in tmp_path.glob("*/*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | UNKNOWN))
-
-
-def test_the_record_of_a_mount_is_read_but_for_fields_that_are_unknown(tmp_path: Path) -> None:
-    records = MountRecords(tmp_path)
-    records.write("key", a_record())
-    add_unknown(tmp_path)
-    assert records.all() == [a_record()]
-
-
-def test_the_record_of_a_pod_is_read_but_for_fields_that_are_unknown(tmp_path: Path) -> None:
-    pods, pod = PodRecords(tmp_path), PodRecord("/pods/uid", "default", "pod")
-    pods.note(pod)
-    add_unknown(tmp_path)
+    assert mounts.all() == [a_record()]
     assert pods.all() == {Path("/pods/uid"): pod}
-
-
-def test_a_warm_up_that_is_over_stays_so(tmp_path: Path) -> None:
-    path, first = tmp_path / "key.json", WarmOption(("a",), is_first=True)
-    path.write_text(json.dumps({"began": 1.0, "is_over": True, "waiting": {}}))
-    add_unknown(tmp_path)
-    assert not Warmups(tmp_path).blocks_publish(a_record(), first)
+    assert not warmups.blocks_publish(a_record(), first)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": "key"}', "null", "7"])
