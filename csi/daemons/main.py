@@ -147,6 +147,7 @@ def held_before(path: Path) -> dict[tuple[int, int], int]:
             if time.monotonic() > deadline:
                 log.warning("not all that was held before is known: %s", error)
                 break
+            time.sleep(0.1)
     log.info("%d descriptors are held, as before", len(held))
     return held
 

@@ -3,11 +3,13 @@
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from csi.daemons import main
 from csi.daemons.client import SupervisorClient
 from csi.errors import CsiError, UnavailableError
 from csi.node import mounts
@@ -134,6 +136,11 @@ def test_a_supervisor_that_is_silent_may_hold_anything_and_have_daemons(
             client.held()
         with pytest.raises(UnavailableError, match="not ended: timed out"):
             client.end_daemons(tmp_path)
+        silent.listen(0)  # from now on it refuses at once
+        monkeypatch.setattr(main, "HELD_S", 0.5)
+        began = time.process_time()
+        assert main.held_before(tmp_path / "store.sock") == {}
+        assert time.process_time() - began < 0.05
 
 
 def test_a_mount_that_cannot_be_unmounted_costs_no_descriptor(
