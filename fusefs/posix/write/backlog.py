@@ -109,6 +109,7 @@ class Backlog:
         ]
         for staged in finished:
             self._uploads.start(staged).hurry.set()
+        self._removals.hurry("")  # uploads and attributes may take all of the time
         with trio.move_on_after(limit_s):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._say_if_slow, finished)
