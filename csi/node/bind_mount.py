@@ -23,6 +23,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from fusefs.linux.files import closing
 from fusefs.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, system_call, umount
 from fusefs.linux.mountinfo import KernelMount, kernel_mounts
 
@@ -103,7 +104,7 @@ def bind(
         os.fsencode(source),
         _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_SYMLINK_NOFOLLOW,
     )
-    try:
+    with closing(tree):
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
         flags |= _MOUNT_ATTR_RDONLY if is_read_only else 0
         _set_attributes(tree, _MountAttributes(flags, 0, _MS_PRIVATE, 0))
@@ -113,8 +114,6 @@ def bind(
         system_call(
             _SYS_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
         )
-    finally:
-        os.close(tree)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from fusefs.cache.disk import IN_USE, STATE
-from fusefs.linux.files import try_lock
+from fusefs.linux.files import closing, try_lock
 
 # More than the depth of the deepest directory: mounts, a mount, staging, a time.
 _DEEPEST = 6
@@ -46,11 +46,8 @@ def find_obstacles(directory: Path) -> dict[str, object]:
 
 
 def _is_locked(path: Path, flags: int) -> bool:
-    fd = os.open(path, flags)
-    try:
+    with closing(os.open(path, flags)) as fd:
         return not try_lock(fd)
-    finally:
-        os.close(fd)
 
 
 def _has_changes(path: Path) -> bool:
@@ -63,11 +60,8 @@ def _has_changes(path: Path) -> bool:
 
 def remove(directory: Path) -> None:
     """Remove the content of a cache directory; raises OSError if that fails. Blocks."""
-    fd = os.open(directory, _FLAGS)
-    try:
+    with closing(os.open(directory, _FLAGS)) as fd:
         _empty(fd, os.fstat(fd).st_dev, _DEEPEST)
-    finally:
-        os.close(fd)
 
 
 def _empty(directory: int, device: int, depth: int) -> None:
@@ -78,12 +72,9 @@ def _empty(directory: int, device: int, depth: int) -> None:
         if not is_directory:
             os.unlink(name, dir_fd=directory)
             continue
-        fd = os.open(name, _FLAGS, dir_fd=directory)
-        try:
+        with closing(os.open(name, _FLAGS, dir_fd=directory)) as fd:
             if depth and os.fstat(fd).st_dev == device:
                 _empty(fd, device, depth - 1)
-        finally:
-            os.close(fd)
         os.rmdir(name, dir_fd=directory)
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 import trio
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
+from fusefs.linux.files import closing
 from fusefs.settings.display import human_size
 from fusefs.store.capabilities import PROBE_NAME
 from fusefs.store.errors import (
@@ -221,8 +222,7 @@ async def _permissions(store: S3Store, prefix: str, *, may_write: bool) -> list[
     """Try each kind of request that a writable mount sends; none unless `may_write`."""
     if not may_write:
         return [skipped("permissions", "a read-only mount, or --no-delete: nothing is written")]
-    fd = os.memfd_create("fusefs-doctor", os.MFD_CLOEXEC)
-    try:
+    with closing(os.memfd_create("fusefs-doctor", os.MFD_CLOEXEC)) as fd:
         os.write(fd, b"?")
         trial = _Trial(store, f"{prefix}{PROBE_NAME}/{secrets.token_hex(8)}/", fd)
         with trio.move_on_after(LIMIT_S) as scope:
@@ -232,8 +232,6 @@ async def _permissions(store: S3Store, prefix: str, *, may_write: bool) -> list[
                 await trial.clean_up()
             return [problem("permissions", "S3 did not answer in time", "see the findings above")]
         return findings
-    finally:
-        os.close(fd)
 
 
 async def _tried(what: str, attempt: Callable[[], Awaitable[object]]) -> Finding:

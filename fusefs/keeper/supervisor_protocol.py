@@ -52,6 +52,7 @@ from collections.abc import Iterator
 
 from fusefs.keeper import protocol as wire
 from fusefs.linux import sockets
+from fusefs.linux.files import closing
 from fusefs.linux.processes import pid_behind, send_signal
 
 # The second byte of each kind is the protocol's version.
@@ -148,14 +149,11 @@ def launch(
         OSError: no process listens there, or the daemon could not be started.
     """
     inherited = {name: text for name, text in os.environ.items() if name.startswith(INHERITED)}
-    environment = os.memfd_create("environment")
-    try:
+    with closing(os.memfd_create("environment")) as environment:
         os.write(environment, json.dumps(inherited).encode())
         os.lseek(environment, 0, os.SEEK_SET)
         question = pack(LAUNCH, mount, uid, gid, is_beside)
         return _begin(path, question, channel, stdin, stdout, environment)
-    finally:
-        os.close(environment)
 
 
 def adopt(path: str, mount: int, channel: int) -> ProcessHandle:

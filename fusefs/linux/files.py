@@ -1,4 +1,4 @@
-"""Atomic replacement of files, fsync and file locks."""
+"""Atomic replacement of files, fsync, file locks, and descriptors that are closed again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -82,9 +83,15 @@ def sync_directory(path: str) -> None:
 
 def sync(path: str | os.PathLike[str]) -> None:
     """Call fsync for a file or directory; raises OSError. Blocks."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield an open descriptor, and close it at the end of the block."""
+    try:
+        yield fd
     finally:
         os.close(fd)
 

@@ -14,6 +14,7 @@ import select
 import stat
 
 from fusefs.linux import libc
+from fusefs.linux.files import closing
 
 _FUSE_DEVICE = os.makedev(10, 229)  # as in Documentation/admin-guide/devices.txt
 FUSECTL = "/sys/fs/fuse/connections"
@@ -44,15 +45,11 @@ def abort(connection: int) -> None:
         return
     except FileNotFoundError:
         context = libc.system_call(_SYS_FSOPEN, b"fusectl", _CLOEXEC)
-    try:
+    with closing(context):
         libc.system_call(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
         root = libc.system_call(_SYS_FSMOUNT, context, _CLOEXEC, 0)
-    finally:
-        os.close(context)
-    try:
+    with closing(root):
         _write_one(f"{connection}/abort", root)
-    finally:
-        os.close(root)
 
 
 def number_of(fuse_fd: int) -> int:
@@ -98,8 +95,5 @@ def raise_read_ahead(connection: int, kib: int) -> bool:
 
 
 def _write_one(path: str, directory: int | None) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
-    try:
+    with closing(os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)) as fd:
         os.write(fd, b"1")
-    finally:
-        os.close(fd)

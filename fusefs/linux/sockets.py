@@ -9,6 +9,8 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 
+from fusefs.linux import files
+
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
     from typing import Any
@@ -21,11 +23,8 @@ _INT_SIZE = array.array("i").itemsize
 def short_name(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a short name of `path` that fits into the 107 bytes of sockaddr_un."""
     parent, name = os.path.split(path)
-    directory = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with files.closing(os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         yield f"/proc/self/fd/{directory}/{name}"
-    finally:
-        os.close(directory)
 
 
 def connect(

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fusefs.linux.files import closing
+
 # Suffixes of a database's files. The database itself is removed last: a write-ahead
 # log left alone by a kill would be read into the next database of that name.
 _PARTS = ("-wal", "-shm", "")
@@ -91,12 +93,9 @@ def readable_errors() -> Iterator[None]:
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Lock a directory, so that no other process removes a database there. Blocks."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
 
 
 def remove(path: Path) -> None:

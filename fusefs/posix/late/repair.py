@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import trio
 
+from fusefs.linux.files import closing
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import (
     ABSENT,
@@ -189,7 +190,7 @@ class Repairer:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise LookupError(f"its content can't be read: {error}") from error
-        try:
+        with closing(fd):
             etag = found.etag if isinstance(found, ObjectInfo) else None
             write = Write(
                 sendable(expected.metadata or {}),
@@ -198,5 +199,3 @@ class Repairer:
                 token,
             )
             return await self._store.inner.put_file(entry.key, fd, expected.size, write)
-        finally:
-            os.close(fd)

@@ -398,12 +398,9 @@ class UncertainKeys(UnansweredChanges):
 
     def _adopt(self, other: Path, source: str) -> None:
         """Take over the records of an ended mount of the same bucket."""
-        fd = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with files.closing(os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             # A locked directory belongs to a detached mount whose process has not ended yet.
             is_ours = files.try_lock(fd) and _is_of(other, source)
-        finally:
-            os.close(fd)
         if is_ours:
             self._load(other)
             for path in other.iterdir():

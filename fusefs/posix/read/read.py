@@ -17,6 +17,7 @@ import trio
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.downloader import NotKeptError
 from fusefs.cache.integrity.direct_reader import is_lost
+from fusefs.linux.files import closing
 from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
@@ -111,14 +112,10 @@ class Reader(MountPart):
     async def _pread_later(self, staged: StagedFile, offset: int, size: int) -> bytes:
         staged.check_kept()
         # The file may be set aside, and its descriptor closed, while this waits for a thread.
-        fd = os.dup(staged.fd)
-        try:
-            with stage(WaitCause.CACHE_DISK):
-                data = await trio.to_thread.run_sync(
-                    _read_what_is_there, fd, offset, size, limiter=self._disk
-                )
-        finally:
-            os.close(fd)
+        with closing(os.dup(staged.fd)) as fd, stage(WaitCause.CACHE_DISK):
+            data = await trio.to_thread.run_sync(
+                _read_what_is_there, fd, offset, size, limiter=self._disk
+            )
         self._counters.answered(len(data), 0)
         return data
 

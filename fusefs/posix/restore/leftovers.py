@@ -48,8 +48,7 @@ def adopt(writer: Writer) -> int:
 
 
 def _adopt_directory(writer: Writer, directory: Path) -> int:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with files.closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         # A locked directory belongs to a mount that was detached and is still being ended.
         if not files.try_lock(fd) or not _is_ours(directory, writer.staging.source):
             return 0
@@ -68,8 +67,6 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
             (directory / name).unlink(missing_ok=True)
         _remove(directory)
         return count
-    finally:
-        os.close(fd)
 
 
 def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) -> bool:

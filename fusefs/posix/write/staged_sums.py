@@ -20,6 +20,7 @@ import os
 import trio
 
 from fusefs.cache.integrity.checksums import BLOCK
+from fusefs.linux.files import closing
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.store.checksum import crc32
 
@@ -74,11 +75,8 @@ async def _sum_of(staged: StagedFile) -> int:
     if size <= SMALL:
         return crc32(memoryview(os.pread(staged.fd, size, 0)))
     # The file may be uploaded, and released, while this waits for the disk.
-    fd = os.dup(staged.fd)
-    try:
+    with closing(os.dup(staged.fd)) as fd:
         return await trio.to_thread.run_sync(_content_sum, fd)
-    finally:
-        os.close(fd)
 
 
 def _content_sum(fd: int) -> int:

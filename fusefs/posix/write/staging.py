@@ -306,8 +306,7 @@ class Staging:
         staged.close()
         staged.tokens.update(self._unanswered.tokens(staged.key))
         # The file may be uploaded, and released, while this waits for the disk.
-        fd = os.dup(staged.fd)
-        try:
+        with files.closing(os.dup(staged.fd)) as fd:
             while True:
                 has_file = not self._record_in_attribute(staged)
                 record = staging_record.full(staged) if has_file else staged.recorded
@@ -324,8 +323,6 @@ class Staging:
                         return
                 elif staged.recorded == record:
                     return
-        finally:
-            os.close(fd)
         if not has_file:
             return
         # The file was released meanwhile, so the record that was just written has no file.
