@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -208,12 +207,8 @@ class HeadPolicy:
             self._changed.clear()
         if self._record is not None:
             try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                fd = os.open(self._record, flags, 0o600)
-                try:
-                    os.write(fd, (json.dumps(prefix) + "\n").encode())
-                finally:
-                    os.close(fd)
+                with self._record.open("a") as file:
+                    file.write(json.dumps(prefix) + "\n")
             except OSError as error:
                 logger.warning("%s can't be written: %s", self._record, error.strerror)
                 self._record = None

@@ -19,7 +19,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
 from weakref import WeakValueDictionary
 
 import trio
@@ -43,9 +42,9 @@ from fusefs.posix.directory.walk import Expect, Walk, Walks, run_ahead
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.temporary_names import is_temporary
+from fusefs.posix.types import find
 from fusefs.settings.patterns import PathRules
 from fusefs.store.contract import Store
-from fusefs.store.errors import NotFoundError
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 
@@ -287,9 +286,7 @@ class Directories:
 
     def made(self, prefix: str) -> None:
         """Note that this mount has created a directory, which is empty."""
-        directory = self.get(prefix)
-        segment = Segment("", None, {})
-        self._put(directory, segment, time.monotonic())
+        self._put(self.get(prefix), Segment("", None, {}), time.monotonic())
 
     def moved(self, old: str, new: str) -> None:
         """Note that this mount has renamed a directory: its listings are not used any more."""
@@ -479,9 +476,7 @@ class Directories:
         inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
         if inside.objects:
             return None, expires
-        found: ObjectInfo | None = None
-        with suppress(NotFoundError):
-            found = await self._store.head(key)
+        found = await find(self._store, key)
         if self._store.unanswered.has_undone(key, found):
             # The object will be put back soon, and is shown meanwhile.
             expected = self._store.unanswered.expected_below(key)

@@ -17,6 +17,7 @@ from itertools import groupby
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.object_metadata import SECOND_NS
 from fusefs.posix.tasks import for_each
+from fusefs.posix.types import find
 from fusefs.store.contract import Store
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError, UnreachableError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Write
@@ -195,10 +196,7 @@ class PrefixCopy:
         """Add to `made` the copies that requests without an answer have made, or may still make."""
         for key, source in list(self._unanswered.items()):
             target = self.target(key)
-            try:
-                found = await self._store.head(target)
-            except NotFoundError:
-                found = replace(source, key=target)
+            found = await find(self._store, target) or replace(source, key=target)
             # An object with another ETag may be another client's.
             if found.etag == source.etag and found.size == source.size:
                 self.made[key] = found
@@ -213,14 +211,11 @@ class PrefixCopy:
     async def _put_marker_back(self) -> None:
         """Restore the old directory's marker, if it is gone, before its copy is deleted."""
         copy = self.made.get(self.old)
-        if copy is not None:
-            try:
-                await self._store.head(self.old)
-            except NotFoundError:
-                if _is_marker(copy):
-                    await self._make_marker(copy.key, self.old)
-                else:
-                    await self._store.copy(copy, self.old, Write(condition=Expect(None)))
+        if copy is not None and await find(self._store, self.old) is None:
+            if _is_marker(copy):
+                await self._make_marker(copy.key, self.old)
+            else:
+                await self._store.copy(copy, self.old, Write(condition=Expect(None)))
         self._may_lack_marker = False
 
     async def delete_sources(self, note: Callable[[int], None]) -> None:

@@ -8,7 +8,6 @@ uploaded under the new keys, and listings show the new names.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import trio
 
@@ -16,14 +15,12 @@ from fusefs.posix.directory.freshness import FIRST_S
 from fusefs.posix.directory.segment import ABSENT, UNCOVERED
 from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
-from fusefs.posix.nodes.inode_table import Inode
+from fusefs.posix.nodes.inode_table import Copies, Inode
 from fusefs.posix.nodes.names import parent_of, split_entry
 from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.write.staging import Staging
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
-# The copies, by the versions that were copied (the sources).
-Moved = Mapping[ObjectVersion, ObjectInfo]
 # Cached files that are renamed before other tasks of the event loop get a turn.
 CACHED_AT_ONCE = 64
 
@@ -46,7 +43,7 @@ class Relocator(MountPart):
         # A large object that was sent while it was written has no time in its metadata.
         return inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
 
-    async def move_cached(self, moved: Moved) -> set[ObjectVersion]:
+    async def move_cached(self, moved: Copies) -> set[ObjectVersion]:
         """Assign each source's cached file to its copy; return the copies for which that failed."""
         uncached = set()
         for index, (version, copy) in enumerate(moved.items()):
@@ -57,7 +54,7 @@ class Relocator(MountPart):
                     await trio.lowlevel.checkpoint()
         return uncached
 
-    def move_file(self, inode: Inode | None, old_name: Name, new_name: Name, moved: Moved) -> None:
+    def move_file(self, inode: Inode | None, old_name: Name, new_name: Name, moved: Copies) -> None:
         """Rename a file in this mount's state; `moved` has its new object, if there is one."""
         (parent, name), (to, new) = old_name, new_name
         entry = next(iter(moved.values()), None)
@@ -123,7 +120,7 @@ class Relocator(MountPart):
             if file.key.startswith(new):
                 self._staging.try_record(file)
 
-    def _move_nodes(self, old: str, new: str, moved: Moved) -> None:
+    def _move_nodes(self, old: str, new: str, moved: Copies) -> None:
         staged = [file for file in self._staging if file.key.startswith(old)]
         inode, to = self._inodes.at(old), self._inodes.at(parent_of(new))
         if inode is not None and to is not None:
@@ -150,7 +147,7 @@ class Relocator(MountPart):
             above, name = split_entry(prefix)
             self._directories.correct(self._directories.get(above), name, None)
 
-    def follow(self, moved: Moved, uncached: set[ObjectVersion]) -> None:
+    def follow(self, moved: Copies, uncached: set[ObjectVersion]) -> None:
         """Give open nodes that have lost their names the keys and versions of their copies.
 
         A node that is open for passthrough is separated from its name if its cached file could

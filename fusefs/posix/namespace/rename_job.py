@@ -211,16 +211,8 @@ class RenameJobs:
             return False
         except OSError:
             return True
-        try:
+        with files.closing(fd):
             return not files.try_lock(fd)
-        finally:
-            os.close(fd)
-
-    def look_at_others(self) -> None:
-        """Take over the unfinished renames of mounts that have ended meanwhile."""
-        others, self._others = self._others, []
-        for path in others:
-            self._load(path)
 
     def describe(self) -> list[dict[str, Any]]:
         """Describe all unfinished renames as plain data."""
@@ -346,7 +338,10 @@ class RenameJobs:
         """Finish renames that no request waits for, until cancelled."""
         while True:
             self._prefix_lock.wanted = trio.Event()
-            self.look_at_others()
+            # Take over the unfinished renames of mounts that have ended meanwhile.
+            others, self._others = self._others, []
+            for path in others:
+                self._load(path)
             for job in list(self._unfinished):
                 # Only this task retries an earlier rename, so it must not wait for one.
                 is_later = any(one.closure.is_before(job.closure) for one in self._unfinished)

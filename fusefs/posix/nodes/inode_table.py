@@ -141,9 +141,7 @@ class InodeTable:
             if known is not None and info is not None and _same_version(known, info):
                 if info.mtime_ns > known.mtime_ns + CLOCKS_DIFFER_NS:
                     inode.meta = None  # another client may have changed it, for example the mode
-                inode.info = info
-                inode.packed = None
-                inode.log_to(self._log)
+                self.replace_version(inode, info)
                 return inode
             self.mark_replaced(inode)
         linked = None

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import trio
-import trio.lowlevel
 
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
 from fusefs.telemetry.activity import ACTIVITY

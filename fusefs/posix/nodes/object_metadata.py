@@ -41,7 +41,6 @@ SECOND_NS = 1_000_000_000
 LONGEST_TARGET = 4095
 # Times lie between -MOST_NS and MOST_NS, the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
-ALL_SET: frozenset[str] = frozenset()
 NONE_SET = frozenset(("mode", "uid", "gid"))
 _HEADER_PREFIX = "x-amz-meta-"
 _S3FS = ("mode", "uid", "gid", "mtime")
@@ -75,7 +74,7 @@ class Meta:
     xattrs: tuple[tuple[str, bytes], ...] = ()
     other: tuple[tuple[str, str], ...] = ()
     form: Form = Form.S3FS
-    unset: frozenset[str] = ALL_SET
+    unset: frozenset[str] = frozenset()
 
     @property
     def is_symlink(self) -> bool:

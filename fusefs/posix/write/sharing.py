@@ -20,15 +20,12 @@ import trio
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.cache.disk import is_unused
-from fusefs.posix.mount_state import MountPart, MountState
+from fusefs.posix.mount_state import MountPart
 from fusefs.posix.nodes.inode import Inode, StagedFile
 
 
 class Sharing(MountPart):
     """The cache files that writers share with readers. Belongs to the event loop."""
-
-    def __init__(self, state: MountState) -> None:
-        super().__init__(state)
 
     async def begin(self, file: CacheFile) -> bool:
         """Prepare to take a file out of the cache, and register it for passthrough.
