@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from fusefs.launch import control, launcher, preflight, registry, users
 from fusefs.launch.control import CommandError
+from fusefs.launch.foreground import Foreground
 from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.linux.log_line import FORMAT_VARIABLE
 from fusefs.settings.display import shown
@@ -26,6 +27,7 @@ from fusefs.settings.mount import (
     build,
 )
 from fusefs.settings.sources import config_of, from_environment, mistyped
+from fusefs.settings.types import SessionKind
 
 # Long for busy machines; on other machines a keeper answers at once.
 SETTINGS_TIMEOUT_S = 15.0
@@ -40,9 +42,10 @@ def mount(options: argparse.Namespace, warn: Callable[[object], None]) -> int:
     for warning in [*mistyped(os.environ), *preflight.warnings()]:
         warn(f"warning: {warning}")
     with _signals_interrupt():
+        process = launcher.start(chosen)
         if chosen.foreground:
-            return launcher.run_foreground(chosen)
-        launcher.start(chosen)
+            has_keeper = chosen.session != SessionKind.PYFUSE3
+            return Foreground(process, chosen.mountpoint, has_keeper=has_keeper).run()
     return 0
 
 

@@ -71,7 +71,7 @@ from fusefs.posix.operations import Operations
 from fusefs.posix.restore import leftovers as recovery
 from fusefs.posix.restore.from_journal import restore
 from fusefs.posix.write.aborts import PendingAborts
-from fusefs.posix.write.rules import Writing
+from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.display import human_size
 from fusefs.settings.memory import MemoryBudget
@@ -219,11 +219,9 @@ class Daemon:
         from fusefs.cluster_cache.cluster_cache import ClusterCache
         from fusefs.cluster_cache.remote import BlockBucket
 
-        place, (access, key) = (
-            self.settings.cluster_cache,
-            setup.cluster_cache_settings(self.settings),
-        )
+        place = self.settings.cluster_cache
         assert place is not None
+        access, key = setup.cluster_cache_settings(self.settings)
         return ClusterCache(
             self.settings,
             BlockBucket(access, place.prefix, self.store.requester.engine),
@@ -476,7 +474,12 @@ class Daemon:
             renames = renames_directory(settings)
             aborts = PendingAborts(staged, self._nursery, self.store)
         self.watched, self.unanswered = WatchedStore(self.store, late, aborts), late
-        rules = setup.writing_rules(settings)
+        rules = WriteRules(
+            durability=settings.durability,
+            prefix=settings.source.prefix,
+            fails_on_conflict=settings.conflict == Conflict.FAIL,
+            may_delete=not settings.no_delete,
+        )
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend, aborts)
 
     def _described(self, info: ObjectInfo) -> None:

@@ -17,10 +17,9 @@ from fusefs.cache.passthrough import PassthroughFiles
 from fusefs.cache.quota import Quota
 from fusefs.daemon import log_handlers
 from fusefs.linux.descriptors import raise_limit
-from fusefs.posix.write.rules import WriteRules
 from fusefs.settings.memory import MemoryBudget
 from fusefs.settings.mount import MountSettings, SettingsError
-from fusefs.settings.types import FREE_INODES, Conflict
+from fusefs.settings.types import FREE_INODES
 from fusefs.store import customer_key
 from fusefs.store.s3.settings import S3Settings, WriteOptions
 
@@ -125,12 +124,3 @@ def cluster_cache_settings(settings: MountSettings) -> tuple[S3Settings, bytes]:
         ca_bundle=str(settings.ca_bundle) if settings.ca_bundle else None,
     )
     return reached, key
-
-
-def writing_rules(settings: MountSettings) -> WriteRules:
-    return WriteRules(
-        durability=settings.durability,
-        prefix=settings.source.prefix,
-        fails_on_conflict=settings.conflict == Conflict.FAIL,
-        may_delete=not settings.no_delete,
-    )

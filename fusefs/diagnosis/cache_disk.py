@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.launch import registry
+from fusefs.launch.users import existing
 from fusefs.linux import mountinfo
 from fusefs.settings.display import human_size
 from fusefs.settings.mount import MountSettings
@@ -32,7 +33,7 @@ def check(
     A mount's cache has `cached_bytes` in `cached_files`, which the mount can evict for space.
     """
     try:
-        directory = existing(settings.cache_dir)
+        directory = existing(registry.resolve(settings.cache_dir))
         room = os.statvfs(directory)
     except OSError as error:  # a bad name, or a directory above that this user may not search
         text = f"{settings.cache_dir}: {error.strerror}"
@@ -65,14 +66,6 @@ def check(
         )
     if free > 4 * PROBE_BYTES:
         yield _speed(directory)
-
-
-def existing(directory: Path) -> Path:
-    """Return the directory if it exists, else its nearest existing parent."""
-    path = registry.resolve(directory)
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _file_system(directory: Path) -> Finding:

@@ -102,10 +102,6 @@ class Callers:
             seen = await self.keeper.look_at_process(pid, ino)
         return {HOLDS: True, HOLDS_NOT: False}.get(seen)
 
-    async def was_killed(self, pid: int) -> bool:
-        """True if a process is closing its files because a signal has ended it."""
-        return await self.find_fate(pid) == WAS_KILLED
-
 
 class Interrupts:
     """The interrupted requests of one session. Belongs to the event loop."""

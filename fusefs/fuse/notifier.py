@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from fusefs.fuse import protocol
 from fusefs.fuse.interrupts import Callers
+from fusefs.linux.callers import WAS_KILLED
 from fusefs.posix.nodes.notifier import KernelNotifier
 
 logger = logging.getLogger("fusefs.session")
@@ -35,7 +36,7 @@ class DeviceNotifier(KernelNotifier):
 
     async def was_killed(self, pid: int) -> bool:
         """True if the thread `pid` closes its files because its process is being killed."""
-        return await self._callers.was_killed(pid)
+        return await self._callers.find_fate(pid) == WAS_KILLED
 
     async def will_close(self, pid: int, ino: int) -> bool | None:
         """True if `pid` or its child has `ino` open for writing: a close follows; None: unknown."""

@@ -28,10 +28,9 @@ from typing import IO, Any
 from fusefs.cluster_cache import access
 from fusefs.keeper import supervisor_protocol
 from fusefs.launch import control, log_location, registry, users
-from fusefs.launch.foreground import Foreground
 from fusefs.launch.preflight import LaunchError, refuse_mounted
 from fusefs.linux import mountinfo, unmount
-from fusefs.linux.files import try_lock
+from fusefs.linux.files import closing, try_lock
 from fusefs.linux.mount import READ_AHEAD_KIB, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -156,13 +155,6 @@ def resume(
     return process
 
 
-def run_foreground(settings: MountSettings) -> int:
-    """Start the mount, notify systemd and wait for the mount's end; SIGTERM ends the mount."""
-    has_keeper = settings.session != SessionKind.PYFUSE3
-    process = start(settings)
-    return Foreground(process, settings.mountpoint, has_keeper=has_keeper).run()
-
-
 @contextlib.contextmanager
 def _claim(mountpoint: Path) -> Iterator[int]:
     """Lock the mountpoint against other commands that mount there; yield its descriptor.
@@ -170,14 +162,11 @@ def _claim(mountpoint: Path) -> Iterator[int]:
     If the mount is made before the open, the lock is on the mount's root instead of the
     directory, so the mountpoint is checked again after locking.
     """
-    directory = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         if not try_lock(directory):
             raise LaunchError(f"{mountpoint} is just being mounted by another command")
         refuse_mounted(mountpoint)
         yield directory
-    finally:
-        os.close(directory)
 
 
 class NotUpError(LaunchError):

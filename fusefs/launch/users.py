@@ -144,7 +144,7 @@ def _obstacle(user: User, settings: MountSettings, environment: Mapping[str, str
     owner = _owner_of_content(settings.cache_dir)
     if owner not in (None, user.uid):
         return f"the cache directory {settings.cache_dir} belongs to user {owner}"
-    needed = [*_program(), (_existing(settings.cache_dir.parent), os.X_OK)]
+    needed = [*_program(), (existing(settings.cache_dir.parent), os.X_OK)]
     token = environment.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     needed += [(Path(path), os.R_OK) for path in (settings.ca_bundle, token) if path]
     for path, mode in needed:
@@ -197,7 +197,8 @@ def _owner_of_content(directory: Path) -> int | None:
         return None
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """Return a path if it exists, else its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

@@ -20,6 +20,7 @@ from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.daemon.jobs.job import Job, JobTable
 from fusefs.daemon.jobs.selection import Selected, Selector
+from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.settings.patterns import is_pattern, matches
 from fusefs.store.errors import NotFoundError
 
@@ -178,7 +179,7 @@ class LocalCopies:
             version = file.version
             is_idle = file.present.total and not file.pins and not file.is_retained
             is_other = is_idle and file not in staying
-            if version is not None and is_other and _is_within(version.key, key):
+            if version is not None and is_other and is_at_or_below(version.key, key):
                 await self._drop(job, file)
             if number % (10 * TURN) == 0:
                 await trio.lowlevel.checkpoint()
@@ -192,8 +193,3 @@ def _count(job: CopiesJob, file: CacheFile) -> None:
         job.add("downloading_", file.size - size)
     if size:
         job.add("local_" if file.is_complete else "partial_", size)
-
-
-def _is_within(key: str, above: str) -> bool:
-    """True if a key is equal to `above` or below that directory; all keys are below ""."""
-    return not above or key == above or key.startswith(above + "/")
