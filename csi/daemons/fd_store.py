@@ -32,10 +32,7 @@ class FdStore:
         self.drop(name)
         self._held[name] = fd
         # poll(2) reports POLLERR, which marks the mount's end, even if no events are asked for.
-        self._loop.watch(fd, 0, partial(self._forget, name))
-
-    def _forget(self, name: Held) -> None:
-        self.drop(name)
+        self._loop.watch(fd, 0, partial(self.drop, name))
 
     def drop(self, name: Held) -> bool:
         """Close the descriptor of this name; return False if there is none."""

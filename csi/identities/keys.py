@@ -44,7 +44,7 @@ def keys_from(secrets: Mapping[str, str]) -> AccessKeys | None:
         return None
     missing = [name for name in _FIELDS[:2] if not found.get(name)]
     if missing:
-        raise InvalidArgumentError(f"the Secret has no {_listed(missing)}")
+        raise InvalidArgumentError(f"the Secret has no {', '.join(missing)}")
     return AccessKeys(found[_FIELDS[0]], found[_FIELDS[1]], found.get(_FIELDS[2]) or None)
 
 
@@ -65,13 +65,10 @@ def _fields(secrets: Mapping[str, str]) -> dict[str, str]:
     for name, value in own(secrets).items():  # kubelet may add tokens of service accounts
         spelling = name.lower().replace("_", "").replace("-", "").removeprefix("aws")
         if spelling not in _BY_SPELLING:
-            raise InvalidArgumentError(f"the Secret's field {name!r} is none of {_listed(_ALL)}")
+            known = ", ".join(_ALL)
+            raise InvalidArgumentError(f"the Secret's field {name!r} is none of {known}")
         if _BY_SPELLING[spelling] in found:
             raise InvalidArgumentError(f"the Secret has {_BY_SPELLING[spelling]} under two names")
         # A file that was made with an editor ends with a line feed.
         found[_BY_SPELLING[spelling]] = value.strip()
     return found
-
-
-def _listed(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(names)

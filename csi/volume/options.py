@@ -151,7 +151,7 @@ def read_options(
         for name in sorted(_NOT_INLINE & attributes.keys()):
             raise InvalidArgumentError(f"{name}: not for an inline volume, which is its pod's own")
     settings = dict(_from_flags(mount_flags)) | _from_attributes(attributes)
-    wanted = _wanted(settings)
+    wanted = _built(settings, anywhere())
     if is_inline:
         _check_tenant(settings, attributes)
     is_local_allowed = _switch(attributes, "allowLocalDurability")
@@ -217,13 +217,6 @@ def _field(name: str, origin: str) -> str:
     if field not in _TAKEN or "_" in name:
         raise InvalidArgumentError(f"{origin}: not a setting that a volume can have")
     return field
-
-
-def _wanted(settings: Layer) -> MountSettings:
-    try:
-        return build(settings, anywhere())
-    except SettingsError as error:
-        raise InvalidArgumentError(str(error)) from None
 
 
 def anywhere() -> Layer:
@@ -388,7 +381,11 @@ def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
 
 def finished(layer: Layer, **more: str) -> MountSettings:
     """Build the settings from a layer and the texts in `more`; the texts in `more` win."""
+    return _built({name: RawValue(text, name) for name, text in more.items()}, layer)
+
+
+def _built(*layers: Layer) -> MountSettings:
     try:
-        return build({name: RawValue(text, name) for name, text in more.items()}, layer)
+        return build(*layers)
     except SettingsError as error:
         raise InvalidArgumentError(str(error)) from None

@@ -245,12 +245,6 @@ class CatalogWriter:
         times = [(file.used_at, file.name, file.generation) for file in used.values()]
         await self.in_catalog(self._catalog.touch, times)
 
-    async def sync_all(self, limit_s: float) -> None:
-        """Sync as many files as possible within `limit_s` seconds."""
-        with trio.move_on_after(limit_s):
-            while await self.sync(idle_s=0.0):
-                pass
-
     async def sync(self, idle_s: float) -> bool:
         """Sync some files that got no bytes for `idle_s` seconds, so that they survive a power cut.
 

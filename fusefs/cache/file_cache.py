@@ -557,7 +557,9 @@ class FileCache:
             await self.record()
             await self._catalog_writer.touch()
             if sync:
-                await self._catalog_writer.sync_all(SYNC_AFTER_S)
+                with trio.move_on_after(SYNC_AFTER_S):
+                    while await self._catalog_writer.sync(idle_s=0.0):
+                        pass
             for file in self.by_name.values():
                 if file.fd >= 0:
                     os.close(file.fd)

@@ -71,11 +71,6 @@ class _Fill:
         """True if the cluster cache has the block; valid once `done` is set."""
         return self.outcome in ("stored", "present")
 
-    async def ended(self) -> bool:
-        """Wait until `done` is set; return True if the cluster cache has the block."""
-        await self.done.wait()
-        return self.is_stored
-
 
 class Filler:
     """Stores one mount's blocks in the cluster cache, from a queue. Belongs to the event loop.
@@ -197,7 +192,8 @@ class Filler:
                     return await self._bring(self._queue.pop(block))
             # The filler or another job is storing the block, or the block was dropped.
             fill = self._under_way.get(block, fill)
-        return await fill.ended()
+        await fill.done.wait()
+        return fill.is_stored
 
     async def _bring(self, fill: _Fill) -> bool:
         """Store one block; return True if the cluster cache has the block now."""

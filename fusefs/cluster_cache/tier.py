@@ -246,7 +246,8 @@ class _Lookup:
             if not self.begun.is_set():
                 if not self.race.has("cluster"):
                     raise _LostError
-                self._begin()
+                self.took_s = trio.current_time() - self._began
+                self.begun.set()
             self._is_writing = True
             try:
                 await self._sink.write(offset, data)
@@ -270,11 +271,6 @@ class _Lookup:
         except BadBlockError as error:
             return found, error
         return found, None
-
-    def _begin(self) -> None:
-        if not self.begun.is_set():
-            self.took_s = trio.current_time() - self._began
-            self.begun.set()
 
     async def begins_within(self, seconds: float) -> bool:
         """Wait for the first bytes or the end; return False if neither came in time."""
@@ -459,14 +455,6 @@ class ClusterTier:
                 error = await _read_from_s3(lookup, from_source, sink)
             if lookup.race.winner == "cluster":
                 await lookup.ends_in_time()
-        self._settle(lookup, error)
-
-    def _settle(self, lookup: _Lookup, error: Exception | None) -> None:
-        """Record the result of a lookup; raise the disk's error, or S3's `error` if S3 was needed.
-
-        Raises:
-            StoreError, OSError: see `_race`.
-        """
         self._note(lookup)
         if lookup.race.winner == "cluster":
             self.counted["bytes_read"] += lookup.written

@@ -35,9 +35,9 @@ class Loop:
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._handlers: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, Callable[[], object]] = {}
 
-    def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
+    def watch(self, fd: int, events: int, handler: Callable[[], object]) -> None:
         self._handlers[fd] = handler
         self._poll.register(fd, events)
 

@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 
 from fusefs.keeper import protocol as wire
 from fusefs.keeper import supervisor_protocol
@@ -138,14 +137,11 @@ class Keeper:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCHLD):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda caught, _: self._signals.append(caught))
         # systemd ends a session with SIGTERM and SIGHUP. Daemons and brokers inherit this.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._loop.watch(reader, select.POLLIN, self._handle_signals)
         return reader, writer
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
 
     def _handle_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):

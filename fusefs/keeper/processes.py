@@ -150,7 +150,6 @@ def _start(
     pid = spawn(
         command,
         stdin=stdin,
-        stdout=1,
         kept=[channel],
         environment={**os.environ, wire.ENVIRONMENT: str(channel)},
         credentials=credentials,

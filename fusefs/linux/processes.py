@@ -36,7 +36,6 @@ def spawn(
     command: Sequence[str],
     *,
     stdin: int,
-    stdout: int,
     kept: Sequence[int],
     environment: dict[str, str],
     credentials: Credentials,
@@ -58,7 +57,6 @@ def spawn(
     if pid == 0:
         try:
             os.dup2(stdin, 0)
-            os.dup2(stdout, 1)
             for fd in kept:
                 os.set_inheritable(fd, True)
             become(credentials)

@@ -37,12 +37,7 @@ class Sum(NamedTuple):
 
 def sums_of_bytes(data: memoryview, offset: int) -> list[Sum]:
     """Compute the sums of `data`, which is in a file at `offset`."""
-    sums, start, stop = [], offset, offset + len(data)
-    while start < stop:
-        end = min(stop, start - start % BLOCK + BLOCK)
-        sums.append(Sum(start, end, crc32(data[start - offset : end - offset])))
-        start = end
-    return sums
+    return sums_of(lambda size, at: data[at - offset :][:size], offset, offset + len(data))
 
 
 def merged(sums: Iterable[Sum]) -> list[Sum]:
