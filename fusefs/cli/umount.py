@@ -21,7 +21,8 @@ from fusefs.cli import left_behind, polling, sync
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.mount_requests import daemon_pid, keeper_pid
-from fusefs.linux import files, mountinfo, processes, unmount
+from fusefs.linux import mountinfo, processes, unmount
+from fusefs.linux.files import closing
 
 # Time limit for the end of a process: the daemon retries failed uploads before it ends.
 UMOUNT_TIMEOUT_S = 120.0
@@ -175,7 +176,7 @@ def _has_ended(pid: int, timeout_s: float) -> bool:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    with files.closing(process):
+    with closing(process):
         return processes.has_ended(process, timeout_s)
 
 

@@ -8,8 +8,8 @@ if __name__ == "__main__":
     gc.disable()  # imported objects stay, and need not be scanned (see entry.py)
     # trio, when imported, looks for libpthread to name its threads, by a process (`ldconfig -p`)
     # that takes a twentieth of the time of all imports.
-    known, find = {"pthread": "libpthread.so.0"}, ctypes.util.find_library
-    ctypes.util.find_library = lambda name: known.get(name) or find(name)
+    find = ctypes.util.find_library
+    ctypes.util.find_library = lambda name: "libpthread.so.0" if name == "pthread" else find(name)
     from fusefs.linux.process_title import set_title
 
     if len(sys.argv) == 3:  # before `forbid_inspection`, after which the kernel refuses it

@@ -32,14 +32,13 @@ from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
+from fusefs.posix.write.flush import WRITING
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 
 # The most opens that are remembered after an ESTALE: about as many as are under way at a time.
 MOST_STALE = 4096
-
-_WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Opener(MountPart):
@@ -54,7 +53,7 @@ class Opener(MountPart):
 
     def open(self, inode: Inode, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file for reading, as the module describes; EROFS for an open for writing."""
-        if flags & _WRITING or flags & os.O_TRUNC:
+        if flags & (WRITING | os.O_TRUNC):
             raise OSError(errno.EROFS, "the mount is read-only")
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
