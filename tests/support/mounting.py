@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fusefs.cli.umount import end_mount
-from fusefs.diagnosis.mount_status import mount_status
+from fusefs.diagnosis import mount_status
 from fusefs.launch import control, registry
 from fusefs.launch.control import CommandError
 from fusefs.launch.registry import resolve
@@ -31,6 +31,7 @@ from tests.support.waiting import until
 
 FUSEFS = Path(sys.prefix) / "bin" / "fusefs"
 LIMIT_S = 60
+mount_status.ANSWER_TIMEOUT_S = LIMIT_S  # a status without a busy daemon's answer is none
 # Those flags of statvfs(2) that are flags of mount(2) as well: read-only, nosuid, nodev, noexec.
 _MS_FLAGS = 0xF
 _MS_REMOUNT = 32
@@ -100,9 +101,10 @@ class Mount:
     def status(self) -> dict[str, Any]:
         """As `fusefs status PATH --json`; without a process of its own, which tests wait in."""
         try:
-            result: dict[str, Any] = json.loads(json.dumps(mount_status(resolve(self.path))))
+            found = mount_status.mount_status(resolve(self.path))
         except CommandError as error:
             raise AssertionError(str(error)) from error
+        result: dict[str, Any] = json.loads(json.dumps(found))
         return result
 
     def is_recorded(self) -> bool:

@@ -23,7 +23,7 @@ from tests.support.servers.buckets import Bucket
 
 # The full size of each workload, in place of the one that is quick.
 IS_FULL = "PROGRAMS_FULL" in os.environ
-LIMIT_S = 1200 if IS_FULL else 120
+LIMIT_S = 1200 if IS_FULL else 600
 WRITABLE = ("--no-read-only",)
 _AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)

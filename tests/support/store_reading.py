@@ -30,7 +30,7 @@ async def opened(
         "endpoint_url": server.endpoint_url,
         "max_connections": 4,
         "retry_time_s": 20.0,
-        "read_timeout_s": 1.0,
+        "read_timeout_s": 3.0,
         **settings,
     }
     with trio.fail_after(LIMIT_S):

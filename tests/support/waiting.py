@@ -9,7 +9,7 @@ import trio
 
 from fusefs.telemetry.stalls import CAUSES, STALLS
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 Found = TypeVar("Found")
 

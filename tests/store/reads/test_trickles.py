@@ -52,7 +52,7 @@ async def test_what_is_looked_up_or_changed(
     operation: str,
     request_it: Callable[[S3Store], Awaitable[object]],
 ) -> None:
-    async with opened(shared, faulty, retry_time_s=1) as store:
+    async with opened(shared, faulty, retry_time_s=3) as store:
         await request_it(store)  # what is imported for it is no part of the attempts
         monkeypatch.setattr(address, "ATTEMPT_LIMIT_S", 0.5)
         slow = faulty.add(operation, trickle_after=0)

@@ -216,8 +216,13 @@ class Node:
         pids = [*self.processes(), self.process.pid] if self.process else [*self.processes()]
         shown = [Path("/proc", str(pid), name) for pid in pids for name in ("cmdline", "environ")]
         own = [path for place in (self.state, self.cache) for path in place.rglob("*")]
-        files = [self.log, *shown, *own]
-        return [path for path in files if path.is_file() and secret in path.read_bytes()]
+
+        def has_it(path: Path) -> bool:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has gone
+                return path.is_file() and secret in path.read_bytes()
+            return False
+
+        return [path for path in (self.log, *shown, *own) if has_it(path)]
 
     def kill_all(self, whom: str = "") -> None:
         """SIGKILL all keepers and daemons, or those whose command says so, at one moment.

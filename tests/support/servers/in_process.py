@@ -22,7 +22,7 @@ class InProcessServer:
             server_object = owner
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server.socket.listen(128)  # its own 5 lose connections that come together
         self.is_stopped = False
 
     @property

@@ -40,15 +40,12 @@ needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there i
 
 def keeper_command(python: str, policy: dict[str, float]) -> list[str]:
     """The keeper's program, with other values of its policy's constants."""
-    return [
-        python,
-        "-I",
-        "-S",
-        "-c",
+    program = (
         f"import sys; sys.path.insert(0, {os.fspath(PROJECT)!r}); "
         f"from fusefs.keeper import main, policy; vars(policy).update({policy!r}); "
-        "sys.exit(main.main())",
-    ]
+        "sys.exit(main.main())"
+    )
+    return [python, "-I", "-S", "-c", program]
 
 
 class Kept:
