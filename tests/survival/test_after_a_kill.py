@@ -1,5 +1,6 @@
 """Open files and directories go on under the next daemon, and idle processes sleep."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -134,8 +135,9 @@ def switches(pids: list[int]) -> int:
     count = 0
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
-            count += sum(int(one.split()[1]) for one in lines if one.startswith("voluntary"))
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                lines = Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines()
+                count += sum(int(one.split()[1]) for one in lines if one.startswith("voluntary"))
     return count
 
 

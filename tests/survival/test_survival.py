@@ -31,7 +31,7 @@ from tests.support.survival.surviving import survival as survival
 from tests.support.waiting import until
 
 SIZE = 64 << 10
-HANG_TIMEOUT = "5s"
+HANG_TIMEOUT = "15s"
 
 
 @states(

@@ -140,7 +140,7 @@ def test_a_descriptor_that_hangs_does_not_hang_the_keeper(
     kept: Kept, name: str, attributes_valid_s: int
 ) -> None:
     with hostile_mount(kept, attributes_valid_s) as hostile:
-        start(kept, name, hang_s=1, more_settings={"hostile": str(hostile)})
+        start(kept, name, hang_s=3, more_settings={"hostile": str(hostile)})
         old = kept.process_of(FRESH)
         kept.served_by_another_than(old)
         assert serves(kept)

@@ -53,11 +53,11 @@ def test_registered_files_are_handed_to_the_next_daemon(kept: Kept) -> None:
 
 
 def test_a_daemon_that_hangs_tells_where_and_is_replaced(kept: Kept) -> None:
-    kept.start({"after_serving": "hang"}, hang_s=1)
+    kept.start({"after_serving": "hang"}, hang_s=3)
     old = kept.process_of(FRESH)
     status = kept.served_by_another_than(old)
-    assert status["last_reason"] == "silent for 1 s"
-    assert status["longest_pause_s"] >= 1
+    assert status["last_reason"] == "silent for 3 s"
+    assert status["longest_pause_s"] >= 3
     assert "most recent call first" in kept.log_text()
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
@@ -73,7 +73,7 @@ def test_daemons_that_die_one_after_the_other_end_the_mount_with_an_error(kept: 
     assert "10 daemons in a row" in kept.log_text()
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
     assert kept.connection_now() is not None
-    assert kept.processes() == []
+    until(lambda: kept.processes() == [])
 
 
 def test_a_pause_ends_with_an_error_for_who_waits(kept: Kept) -> None:
@@ -84,7 +84,7 @@ def test_a_pause_ends_with_an_error_for_who_waits(kept: Kept) -> None:
         assert complaint
     assert kept.wait() == 1
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
-    assert kept.processes() == []
+    until(lambda: kept.processes() == [])
 
 
 def test_a_daemon_that_cannot_take_over_is_the_last_one(kept: Kept) -> None:
@@ -197,7 +197,7 @@ def test_only_the_mounts_own_processes_have_its_descriptor(kept: Kept) -> None:
         int(path.parts[2])
         for pid in kept.processes()
         for path in Path(f"/proc/{pid}/fd").iterdir()
-        if os.readlink(path) == "/dev/fuse"
+        if os.path.realpath(path) == "/dev/fuse"
     }
     assert holders == {status["pid"], status["broker"], status["daemon"]}
     kept_by_daemon = os.listdir(f"/proc/{status['daemon']}/fd")

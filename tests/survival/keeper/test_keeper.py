@@ -42,7 +42,7 @@ def test_what_a_failed_first_daemon_mounted_is_taken_away(kept: Kept) -> None:
     kept.start({"mounted": "exit"}, is_expected_to_serve=False)
     assert kept.wait() == 5
     assert kept.connection_now() is None
-    assert kept.processes() == []
+    until(lambda: kept.processes() == [])
 
 
 def test_a_program_that_cannot_be_started_is_reported(kept: Kept) -> None:
@@ -91,7 +91,7 @@ def test_a_mount_in_use_ends_with_errors_when_its_daemon_has_left(kept: Kept) ->
         assert reader.communicate(timeout=LIMIT_S)[1]
     assert kept.wait() == 0
     assert kept.connection_now() is None
-    assert kept.processes() == []
+    until(lambda: kept.processes() == [])
 
 
 def test_a_mount_that_is_aborted_is_over(kept: Kept) -> None:
@@ -99,7 +99,7 @@ def test_a_mount_that_is_aborted_is_over(kept: Kept) -> None:
     assert kept.connection is not None
     kept.abort()
     assert kept.wait() == 0
-    assert kept.processes() == []
+    until(lambda: kept.processes() == [])
 
 
 def test_a_keeper_aborts_no_other_mount() -> None:
