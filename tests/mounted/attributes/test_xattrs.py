@@ -125,6 +125,7 @@ def test_what_cannot_be_set_is_reported(
     path: Path, shared: Bucket, name: str, value: bytes, flags: int, number: int
 ) -> None:
     os.setxattr(path, "user.there", b"1")
+    fusefs("sync", path)
     before = metadata(shared, path.name)
     with pytest.raises(OSError, match=os.strerror(number)):
         os.setxattr(path, name, value, flags)

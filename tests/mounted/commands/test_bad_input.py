@@ -78,7 +78,7 @@ class Attempts:
         assert "Traceback" not in line
         left = mountinfo.find_mount(self.mountpoint)
         assert left is None or not left.is_fusefs
-        assert not list(_processes_with(mark))
+        until(lambda: not list(_processes_with(mark)), "nothing is left")
         return line.removeprefix("fusefs: ")
 
 
@@ -165,7 +165,7 @@ def test_a_command_that_is_ended_while_it_waits_leaves_nothing(
         _, output = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "fusefs: interrupted\n")
     assert not mountinfo.is_mountpoint(attempts.mountpoint)
-    assert not list(_processes_with(mark))
+    until(lambda: not list(_processes_with(mark)), "nothing is left")
 
 
 def test_a_prefix_with_nothing_below_it_is_mentioned(attempts: Attempts, shared: Bucket) -> None:

@@ -46,7 +46,7 @@ control = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 reader = subprocess.Popen(["cat", f"{path}/hello"], process_group=0)
 token = struct.unpack_from("iiI", os.read(asked, 304))[2]
 try:
-    mount = subprocess.run(["mount", "--fstab", fstab, path], timeout=30).returncode
+    mount = subprocess.run(["mount", "--fstab", fstab, path], timeout=60).returncode
 except subprocess.TimeoutExpired:
     mount = 124
 fcntl.ioctl(control, FAIL if mount else READY, token)

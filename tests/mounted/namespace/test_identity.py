@@ -165,7 +165,7 @@ def test_a_lock_that_gets_its_file_s_name_is_not_taken_for_another(place: Path) 
     """As TensorStore locks: what is written to the lock file becomes the file by a rename."""
     (place / "file").write_text("0")
     programs = [subprocess.Popen([sys.executable, LOCK, place / "file", "12"]) for _ in range(3)]
-    assert [program.wait(60) for program in programs] == [0, 0, 0]
+    assert [program.wait(180) for program in programs] == [0, 0, 0]
     assert (place / "file").read_text() == "36"
 
 

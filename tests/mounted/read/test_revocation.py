@@ -194,4 +194,4 @@ def test_a_prefix_that_is_denied_shuts_nothing_else(
         error_of(denied.read_bytes)
         time.sleep(0.1)
     assert (here.path / "data").read_bytes() == DATA
-    assert here.status()["access"] == {"is_shut": False, "refused_s": None}
+    until(lambda: here.status()["access"] == {"is_shut": False, "refused_s": None}, "it is open")

@@ -185,7 +185,7 @@ def test_tail_prints_each_line_that_is_appended(place: Place, option: str) -> No
 
 
 def line_of(process: subprocess.Popen[bytes]) -> bytes:
-    if not select.select([process.stdout], [], [], 10)[0]:
+    if not select.select([process.stdout], [], [], 60)[0]:
         process.kill()
         pytest.fail("it prints nothing")
     return process.stdout.readline()
