@@ -161,7 +161,7 @@ def test_a_long_deletion_tells_how_far_it_is_and_goes_on(
     held = Held(faulty, "DELETE MANY")
     message = csi_pb2.DeleteVolumeRequest(volume_id=volume.volume_id, secrets=KEYS)
     with pytest.raises(grpc.RpcError) as caught:
-        driver.controller.DeleteVolume(message, timeout=4)
+        driver.controller.DeleteVolume(message, timeout=8)
     assert caught.value.code() is Code.ABORTED
     assert "0 objects deleted so far" in caught.value.details()
     code, _ = refusal(driver.controller.CreateVolume, request(bucket.name, store="faulty"))

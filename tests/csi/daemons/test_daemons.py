@@ -118,6 +118,7 @@ def test_a_daemon_goes_on_without_the_node_container_and_with_the_next_one(
 ) -> None:
     with daemons_of(node, "first"), reading(node, target, shared) as pod:
         [root] = node.roots()
+        assert pod.read() == BOTH  # so that all of its files are registered
         before, registered = node.daemons(), status_of(root)["backing_ids"]
         node.kill()
         node.kill_all("keeper")

@@ -77,12 +77,13 @@ def test_status_finds_the_drivers_mounts_where_the_manifests_say(
     node.publish("volume", target, bucket=shared.name, prefix="a", **pod("p"))
     variable = {RUNTIME_VARIABLE: str(node.state / "fusefs")}
     command = [node.command[0], "-m", "fusefs.cli.main", "status", "--json"]
-    [status] = [
-        each
-        for each in json.loads(run(node, *command, **variable))
-        if each["mountpoint"].startswith(str(node.mounts))
-    ]
-    assert "not_answering" not in status
+
+    def answers() -> bool:
+        shown = json.loads(run(node, *command, **variable))
+        [status] = [each for each in shown if each["mountpoint"].startswith(str(node.mounts))]
+        return "not_answering" not in status
+
+    until(answers, "its daemon answers")
     node.unpublish("volume", target)
 
 
@@ -135,8 +136,7 @@ def served(data: Bucket) -> Iterator[tuple[Node, str]]:
 
 def scrape(url: str) -> str:
     with urllib.request.urlopen(url, timeout=30) as answer:
-        text: str = answer.read().decode()
-    return text
+        return str(answer.read().decode())
 
 
 def test_volumes_are_served_with_their_pods(served: tuple[Node, str], data: Bucket) -> None:
@@ -144,8 +144,8 @@ def test_volumes_are_served_with_their_pods(served: tuple[Node, str], data: Buck
     target = node.target("pod")
     node.publish("vol", target, bucket=data.name, prefix="a", **pod("trainer-0"))
     assert (target / "hello").read_bytes() == b"hello"
+    until(lambda: 'fusefs_volume_up{volume="vol"} 1.0' in scrape(url), "its daemon answers")
     text = scrape(url)
-    assert 'fusefs_volume_up{volume="vol"} 1.0' in text
     assert 'fusefs_volume_pod_info{namespace="team",pod="trainer-0",volume="vol"} 1.0' in text
     assert 'fusefs_requests_total{operation="lookup",outcome="ok",volume="vol"}' in text
     node.unpublish("vol", target)

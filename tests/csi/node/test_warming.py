@@ -145,7 +145,7 @@ def test_after_its_time_the_pod_starts_and_the_warming_goes_on(
     attributes = {"warm": "set", "warmBeforePublish": "true", "warmTimeout": "1s", **volume}
     stalled = faulty.add("GET", stall=True)
     node.publish("slow", target, **attributes)
-    assert job(node)["state"] == "under way"
+    until(lambda: job(node)["state"] == "under way", "it is under way")
     node.publish("slow", target, timeout_s=10, **attributes)  # again
     faulty.remove(stalled)
     until(lambda: job(node)["state"] == "ended", "its end")
