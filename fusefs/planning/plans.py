@@ -287,9 +287,9 @@ class Plans:
         """Note that a program begins to open a file; return True if a plan has the file."""
         if self._plans and not file.is_complete and len(self._late) < MOST_LATE:
             self._late.add(file)
-            for plan in self._active:
+            for plan in self._plans.values():  # also those whose first opens wait
                 # A file without a version has no mark; 0 is hardly the mark of an entry.
-                if plan.distance(self._mark(file) or 0) < plan.window:
+                if not plan.is_ignored and plan.distance(self._mark(file) or 0) < plan.window:
                     plan.late_since = plan.late_since or time.time()
         return self.next_use(file) is not None
 
