@@ -160,7 +160,10 @@ _SLOW_DOWN_CODES = (
     *("ServiceUnavailable", "Throttling", "ThrottlingException", "KMS.ThrottlingException"),
 )
 _DAMAGED = (UnreachableError, "what was sent did not arrive as it was", True)
-_DAMAGED_CODES = ("BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody", "RequestTimeout")
+_DAMAGED_CODES = (
+    *("BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
+    *("IncompleteBody", "RequestTimeout"),
+)
 _COLLIDED = (ConflictError, "another write of it is under way", True)
 _UNSUPPORTED = (UnsupportedError, "this store does not implement that", False)
 _STALE = (StaleVersionError, "the object has been replaced", False)

@@ -293,7 +293,7 @@ def _copy(
 def _pieces(
     sums: list[Sum], run: tuple[int, int], start: int, stop: int
 ) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (first, last, CRC32 or None) of reads in `run` that cover and check [start, stop)."""
+    """Yield reads (first, last, CRC32 if known) that check [start, stop); `run` is present."""
     present = RangeMap(iter([run]))
     usable = [sum_ for sum_ in sums if present.covers(sum_.start, sum_.stop)]
     yield from usable

@@ -1,4 +1,4 @@
-"""Cache files that become staged files, because the kernel reads them for programs.
+"""Cache files that writers write in place, because the kernel reads these files for programs.
 
 A passthrough handle reads one file until it is closed, and so does a mapping: neither sees bytes
 that are written to another file. So a cache file that one of them reads is taken out of the cache
@@ -25,7 +25,7 @@ from fusefs.posix.nodes.inode import Inode, StagedFile
 
 
 class Sharing(MountPart):
-    """The cache files that writers share with readers. Belongs to the event loop."""
+    """Makes a cache file the staged file of its node, so that readers see what writers write."""
 
     async def begin(self, file: CacheFile) -> bool:
         """Prepare to take a file out of the cache, and register it for passthrough.

@@ -53,13 +53,15 @@ def sums_of(pieces: Iterable[bytes | bytearray | memoryview], *, with_md5: bool)
     return Sums(crc, encoded_md5)
 
 
-async def sums_of_file(body: FileBody, *, with_md5: bool) -> Sums:
-    """Compute a body's checksums in a thread; a cancelled call still waits for the thread's end.
+async def sums_of_body(body: bytearray | FileBody, *, with_md5: bool) -> Sums:
+    """Compute a body's checksums, of a file in a thread, whose end a cancelled call waits for.
 
     Raises:
         StoreError: the file is too short.
         OSError: the file can't be read.
     """
+    if isinstance(body, bytearray):
+        return sums_of((body,), with_md5=with_md5)
     return await trio.to_thread.run_sync(lambda: sums_of(_pieces(body), with_md5=with_md5))
 
 

@@ -104,7 +104,7 @@ async def _send_batch(
     remaining, refused = keys, list[str]()
     failures: list[DeleteFailure] = []
 
-    def call() -> Call:
+    async def call() -> Call:
         document = documents.deletion(remaining, etags if condition else {})
         # S3 demanded an MD5 for many years, and many stores still do.
         digest = hashlib.md5(document, usedforsecurity=False).digest()

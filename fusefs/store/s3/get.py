@@ -136,7 +136,7 @@ class RangeDownload:
         is_whole = self.position == 0 and 0 < self.stop == self.version.size
         return self.has_checksums and is_whole and self.stop <= LARGE
 
-    def call(self) -> Call:
+    async def call(self) -> Call:
         """Begin an attempt; return the `Call` that fetches the missing bytes, not sent yet."""
         self._began_at = self.position
         etag = self.version.etag

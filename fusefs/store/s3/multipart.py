@@ -48,7 +48,7 @@ from fusefs.store.interface import (
 )
 from fusefs.store.s3 import documents, head
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.body import composed, sums_of_file
+from fusefs.store.s3.body import composed, sums_of_body
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.list import quoted, text_of
 from fusefs.store.s3.requester import Requester
@@ -227,7 +227,7 @@ class Upload:
             part = self._unverified.get(number)
             is_same = False
             if part is not None and self._fits(part, size):
-                sums = await sums_of_file(self._body(fd, number, size), with_md5=False)
+                sums = await sums_of_body(self._body(fd, number, size), with_md5=False)
                 is_same = sums.crc32 == part.checksum
             # The part may have been dropped or sent meanwhile.
             if part is not None and self._unverified.pop(number, None) is part and is_same:
@@ -338,7 +338,7 @@ class Upload:
                 self._unverified[part.number] = part
 
     async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
-        """Find the object of an ended upload; `recorded` has its parts on record, by number.
+        """Keep the object that an upload, now gone, has become: of the parts `recorded`, by number.
 
         Raises:
             NotFoundError: the key has no object that was made of these parts.
@@ -360,16 +360,20 @@ class Upload:
 
     async def _send_part(self, fd: int, size: int, number: int) -> None:
         body = self._body(fd, number, size)
+        crc32 = ""
+
+        async def call() -> Call:
+            nonlocal crc32
+            # For each attempt: S3 has refused the part if the file has changed meanwhile.
+            sums = await sums_of_body(body, with_md5=self._fence.sends_md5)
+            query, headers, crc32 = {"partNumber": number}, sums.headers(), sums.crc32
+            return self._call("PUT PART", "PUT", query, headers=headers, body=body)
+
+        def accept(answer: Completion) -> Part:
+            etag = documents.etag_in(answer.headers.get("etag"))
+            return Part(number, body.length, etag, crc32)
 
         async def send() -> Part:
-            sums = await sums_of_file(body, with_md5=self._fence.sends_md5)
-
-            def accept(answer: Completion) -> Part:
-                etag = documents.etag_in(answer.headers.get("etag"))
-                return Part(number, body.length, etag, sums.crc32)
-
-            query, headers = {"partNumber": number}, sums.headers()
-            call = self._call("PUT PART", "PUT", query, headers=headers, body=body)
             part = await self._requester.send(call, accept, priority=writing)
             self._requester.counted["bytes_sent"] += body.length
             return part

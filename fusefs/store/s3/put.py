@@ -26,7 +26,7 @@ from fusefs.store.interface import (
 )
 from fusefs.store.s3 import head, multipart
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.body import sums_of, sums_of_file
+from fusefs.store.s3.body import Sums, sums_of_body
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.documents import etag_in
 
@@ -80,10 +80,14 @@ async def _send(
     fence: Fence, key: str, body: bytearray | FileBody, size: int, write: Write, condition: Strict
 ) -> ObjectInfo:
     requester, metadata = fence.requester, write.stamped()
-    if isinstance(body, FileBody):
-        sums = await sums_of_file(body, with_md5=fence.sends_md5)
-    else:
-        sums = sums_of((body,), with_md5=fence.sends_md5)
+    headers = head.metadata_headers(metadata, write.content_type) | condition_headers(condition)
+    sums = Sums(0, None)
+
+    async def call() -> Call:
+        nonlocal sums
+        # For each attempt: S3 has refused the content if the file has changed meanwhile.
+        sums = await sums_of_body(body, with_md5=fence.sends_md5)
+        return Call("PUT", "PUT", key, headers=headers | sums.headers(), body=body)
 
     def accept(answer: Completion) -> ObjectInfo:
         etag = etag_in(answer.headers.get("etag"))
@@ -99,9 +103,6 @@ async def _send(
             crc32=sums.crc,
         )
 
-    headers = head.metadata_headers(metadata, write.content_type)
-    headers |= sums.headers() | condition_headers(condition)
-    call = Call("PUT", "PUT", key, headers=headers, body=body)
     try:
         return await requester.send(call, accept, priority=writing, condition=condition)
     except ConflictError as error:

@@ -226,7 +226,7 @@ class Requester:
 
     async def send(
         self,
-        call: Call | Callable[[], Call],
+        call: Call | Callable[[], Awaitable[Call]],
         accept: Callable[[Completion], T],
         *,
         priority: Urgency = demanded,
@@ -249,7 +249,7 @@ class Requester:
         """
         budget = RetryBudget(retry_time_s or self.settings.retry_time_s)
         while True:
-            one = call() if callable(call) else call
+            one = await call() if callable(call) else call
             used, sent = self.source.access, trio.current_time()
             try:
                 answer = await self.attempt(

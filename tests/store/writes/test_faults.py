@@ -1,6 +1,7 @@
 """Writing to a store that fails in every way: no wrong object, no lost one, no false conflict."""
 
 import errno
+from functools import partial
 
 import pytest
 import trio
@@ -18,7 +19,7 @@ from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.store_reading import download
-from tests.support.store_writing import PART, digest, each_way, opened, put
+from tests.support.store_writing import PART, WAYS, digest, each_way, opened, put
 from tests.support.waiting import eventually
 
 
@@ -54,6 +55,22 @@ async def test_what_failed_is_sent_again(
     assert digest(stored(bucket, "file")) == digest(file.data)
     # No other part was sent twice.
     assert len(faulty.requests(operation)) == (3 if operation == "PART" else 1) + 2
+
+
+@pytest.mark.parametrize(("size", "operation"), WAYS[1:], ids=["one", "parts"])
+async def test_a_file_that_changes_while_it_is_sent_is_sent_as_it_is_now(
+    store: S3Store,
+    bucket: Bucket,
+    faulty: FaultyS3,
+    make_file: MakeFile,
+    size: int,
+    operation: str,
+) -> None:
+    file = make_file(size)
+    change = partial(file.change, 5, b"changed")
+    faulty.add(operation, times=1, code="BadDigest", before=change)
+    await put(store, "file", file)
+    assert digest(stored(bucket, "file")) == digest(file.data)
 
 
 @each_way
