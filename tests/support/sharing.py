@@ -90,8 +90,13 @@ def mounting(bucket: Bucket, directory: Path) -> Iterator[Mounter]:
             made.clean_up()
 
 
-# First in a mount namespace that is private: its copies of mounts keep those of other tests alive.
-DROP_COPIES = "umount -a -c -l -t fuse.fusefs; "
+def drop_copies(kept: Path | str = "//") -> str:
+    """First in a mount namespace: its private copies of other tests' mounts would keep them alive.
+
+    Copies below `kept` stay.
+    """
+    chosen = f'/ - fuse.fusefs / && !/ shared:/ && index($5, "{kept}") != 1'
+    return f"awk '{chosen} {{print $5}}' /proc/self/mountinfo | xargs -r umount -c -l || true; "
 
 
 @contextlib.contextmanager

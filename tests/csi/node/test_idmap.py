@@ -17,6 +17,7 @@ from tests.support.csi.node import Mode, Node, capability, running_node
 from tests.support.csi.pod import Pod, pod_reading
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
+from tests.support.sharing import drop_copies
 from tests.support.waiting import until
 
 FIRST_ID = 100_000
@@ -130,7 +131,8 @@ def test_a_pod_ends_though_an_agent_has_a_private_copy_of_its_volume(
     target, other = node.target("pod"), node.target("other-pod")
     volume = {"bucket": data.name, "prefix": "a", "cap": capability(mode), "drainTimeout": "60s"}
     node.publish("volume", target, **volume)
-    copy = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"]
+    script = f"{drop_copies(node.directory)}echo; exec cat"
+    copy = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
     with subprocess.Popen(copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         agent.stdout.readline()
         # Long before the drain timeout: it uploads nothing.

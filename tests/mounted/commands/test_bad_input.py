@@ -16,7 +16,7 @@ from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import skip_without_fuse
+from tests.support.sharing import drop_copies, skip_without_fuse
 from tests.support.waiting import until
 
 # Found in /proc/PID/environ of whatever a refused command has left.
@@ -257,7 +257,7 @@ def test_a_log_that_cannot_be_written(attempts: Attempts) -> None:
 
 def _in_namespace(command: str) -> tuple[str, ...]:
     """Runs what follows where /dev/fuse is something else; no other process notices."""
-    return ("unshare", "--mount", "sh", "-ec", f'{command}; exec "$@"', "sh")
+    return ("unshare", "--mount", "sh", "-ec", f'{drop_copies()}{command}; exec "$@"', "sh")
 
 
 @pytest.mark.parametrize(

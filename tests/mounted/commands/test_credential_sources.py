@@ -26,7 +26,7 @@ from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Request
 from tests.support.servers.identity_services import IdentityServices
 from tests.support.servers.s3_server import ACCESS_KEY, DOMAIN, SECRET_KEY
-from tests.support.sharing import PATIENCE_S, content, skip_without_fuse
+from tests.support.sharing import PATIENCE_S, content, drop_copies, skip_without_fuse
 from tests.support.store_reading import download, opened
 from tests.support.waiting import until
 
@@ -299,7 +299,7 @@ def test_a_bucket_is_read_and_written_under_a_host_name_of_its_own(
     (tmp_path / "mnt").mkdir()
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {bucket.name}.{DOMAIN}\n")
     port = urlsplit(bucket.server.endpoint_url).port
-    script = SCRIPT.format(
+    script = drop_copies() + SCRIPT.format(
         hosts=tmp_path / "hosts",
         fusefs=FUSEFS,
         bucket=bucket.name,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.mounting import FUSEFS, LIMIT_S, fusefs
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import skip_without_fuse
+from tests.support.sharing import drop_copies, skip_without_fuse
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts from fstab")
 
@@ -114,9 +114,10 @@ def run_with_fstab(
     fstab = directory / "fstab"
     fstab.write_text(f"s3://{bucket.name}/fstab {path} fusefs {','.join(given)} 0 0\n")
     names = {"helpers": helpers, "fstab": fstab, "path": path, "fusefs": FUSEFS}
+    script = drop_copies() + script.format(**names, python=sys.executable)
     try:
         done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", script.format(**names, python=sys.executable)],
+            ["unshare", "--mount", "sh", "-c", script],
             env={"PATH": os.environ["PATH"], "AUTOMOUNTER": AUTOMOUNTER},
             capture_output=True,
             text=True,

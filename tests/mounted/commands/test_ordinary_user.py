@@ -14,7 +14,7 @@ from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.mounting import LIMIT_S
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
-from tests.support.sharing import skip_without_fuse
+from tests.support.sharing import drop_copies, skip_without_fuse
 
 NOBODY = 65534
 # Run by root; what ends the script takes the mount away, and with it the daemon.
@@ -61,7 +61,7 @@ def mounted_by_nobody(bucket: Bucket, public_path: Path) -> Iterator[Runner]:
     with runnable_by_all() as (command, environment):
 
         def run(commands: str, *options: str) -> subprocess.CompletedProcess[str]:
-            script = SCRIPT.format(
+            script = drop_copies() + SCRIPT.format(
                 home=home,
                 user=NOBODY,
                 fusefs=shlex.join(command),

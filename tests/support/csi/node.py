@@ -20,11 +20,11 @@ from csi.generated import csi_pb2, csi_pb2_grpc
 from fusefs.linux import libc, mountinfo, unmount
 from tests.support.machine.ordinary_user import runnable_by_all
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY
-from tests.support.sharing import PATIENCE_S, skip_without_fuse
+from tests.support.sharing import PATIENCE_S, drop_copies, skip_without_fuse
 from tests.support.waiting import until
 
 # Bidirectional, as the driver's container has kubelet's directory.
-OWN_MOUNTS = ("unshare", "--mount", "--propagation", "unchanged")
+OWN_MOUNTS = ("unshare", "--mount", "--propagation", "unchanged", "sh", "-c")
 START = "import sys; from csi.main import main; sys.exit(main())"
 SECRETS = {"accessKeyId": ACCESS_KEY, "secretAccessKey": SECRET_KEY}
 Mode = csi_pb2.VolumeCapability.AccessMode
@@ -98,7 +98,7 @@ class Node:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *OWN_MOUNTS,
+                    *(*OWN_MOUNTS, f'{drop_copies()}exec "$@"', "sh"),
                     *self.command,
                     self.serves,
                     f"--endpoint=unix://{self.socket}",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.csi.node import Node
+from tests.support.sharing import drop_copies
 
 USER = 12345
 # It holds a file open and, on request, reads that again and opens it anew.
@@ -53,7 +54,8 @@ def without_kubelet(node: Node, propagation: str, *steps: str) -> list[str]:
 
     Kubelet's directory is not among them: only what the steps have bound elsewhere stays.
     """
-    script = " && ".join([*steps, f"umount -lR {node.kubelet}", 'exec "$@"'])
+    script = " && ".join([*steps, f"umount -lR {node.kubelet}"])
+    script += f' && {drop_copies(node.directory)}exec "$@"'
     return ["unshare", "--mount", "--propagation", propagation, "sh", "-c", script, "sh"]
 
 

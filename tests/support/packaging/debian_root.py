@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.support.sharing import DROP_COPIES
+from tests.support.sharing import drop_copies
 
 # Where a package leaves its traces without owning files.
 _OF_DPKG = ("var/lib/dpkg", "var/lib/apt", "var/cache/apt", "var/log", "var/cache/debconf")
@@ -39,7 +39,7 @@ class DebianRoot:
         if not (root / "etc/mtab").is_symlink():  # as Debian's installer makes it
             (root / "etc/mtab").symlink_to("/proc/self/mounts")
         script = (
-            f'{DROP_COPIES}mount -t proc proc "{root}/proc" && mount --rbind /dev "{root}/dev"'
+            f'{drop_copies()}mount -t proc proc "{root}/proc" && mount --rbind /dev "{root}/dev"'
             f' && mount -t tmpfs tmpfs "{root}/run"'
             # As udev makes it: for every user.
             f' && mknod --mode=666 "{root}/run/fuse" c 10 229'

@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.sharing import DROP_COPIES
+from tests.support.sharing import drop_copies
 
 PROJECT = Path(__file__).parents[3]
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -117,7 +117,7 @@ def run_in(root: Path, command: str, *, workdir: str = "/", user: str = "0:0") -
     Raises:
         AssertionError: it failed; with the end of its output.
     """
-    binds = DROP_COPIES + "".join(
+    binds = drop_copies() + "".join(
         f'touch "{root}{name}" && mount --bind {name} "{root}{name}" && ' for name in _MACHINE
     )
     binds += f'touch "{root}/tmp/ca.crt" && mount --bind {_CERTIFICATES} "{root}/tmp/ca.crt" && '

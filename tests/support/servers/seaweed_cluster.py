@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.servers.s3_server import S3Server, ServerError, free_ports, is_free, spawn
-from tests.support.sharing import DROP_COPIES
+from tests.support.sharing import drop_copies
 
 VOLUME_SERVERS = 3
 # How many copies a block has: digits for other data centres, other racks, other servers.
@@ -345,5 +345,5 @@ def can_have_small_disks() -> bool:
 
 def _on_small_disk(command: list[str], directory: Path, size: int) -> list[str]:
     """The command in a mount namespace of its own, whose end takes the file system along."""
-    script = f'{DROP_COPIES}mount -t tmpfs -o size={size} small "$0" && exec "$@"'
+    script = f'{drop_copies()}mount -t tmpfs -o size={size} small "$0" && exec "$@"'
     return ["unshare", "--mount", "sh", "-c", script, str(directory), *command]
