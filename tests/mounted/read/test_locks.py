@@ -35,10 +35,9 @@ with open(sys.argv[1], "rb") as file:
 
 @pytest.fixture(scope="module")
 def steady(shared: Bucket, module_mounter: Mounter) -> Path:
-    """One mount for tests with a large file each."""
-    for name in ("flock", "fcntl"):
-        for is_whole in (True, False):
-            shared.put(f"{name} {is_whole}", stamped(1, LARGE))
+    """One mount with two large files."""
+    for is_whole in (True, False):
+        shared.put(f"whole {is_whole}", stamped(1, LARGE))
     return module_mounter().path
 
 
@@ -51,19 +50,27 @@ def as_another_sees(path: Path) -> list[str]:
 
 @states(
     "`flock` locks hold between the programs of one machine, among handles of one version that"
-    " were all opened before it was whole in the cache, or all after."
+    " were all opened before it was whole in the cache, or all after.",
+    "`fcntl` locks hold likewise; an exclusive one needs a file that is open for writing (EBADF),"
+    " as on any disk.",
 )
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
-def test_a_flock_keeps_other_processes_out(steady: Path, *, is_whole: bool) -> None:
-    path = steady / f"flock {is_whole}"
+def test_other_processes_see_a_lock(steady: Path, *, is_whole: bool) -> None:
+    path = steady / f"whole {is_whole}"
     if is_whole:
         read_all(path)
     with path.open("rb", buffering=0) as mine:
-        assert as_another_sees(path)[0] == "free"
+        assert as_another_sees(path) == ["free", "free"]
         fcntl.flock(mine, fcntl.LOCK_SH)
-        assert as_another_sees(path)[0] == "locked"
+        assert as_another_sees(path) == ["locked", "free"]
         fcntl.flock(mine, fcntl.LOCK_UN)
-        assert as_another_sees(path)[0] == "free"
+        fcntl.lockf(mine, fcntl.LOCK_SH, 100, 4096)
+        assert as_another_sees(path) == ["free", f"read 4096 100 {os.getpid()}"]
+        fcntl.lockf(mine, fcntl.LOCK_UN)
+        assert as_another_sees(path) == ["free", "free"]
+        with pytest.raises(OSError, match="Bad file descriptor") as caught:
+            fcntl.lockf(mine, fcntl.LOCK_EX)
+        assert caught.value.errno == errno.EBADF
 
 
 def test_a_flock_of_a_handle_from_before_the_fetch_does_not_hold_for_later_ones(
@@ -86,26 +93,6 @@ def test_a_flock_of_one_version_does_not_hold_for_another(mounter: Mounter, buck
         assert as_another_sees(path)[0] == "locked"
         bucket.put("file", stamped(2, SMALL))
         assert as_another_sees(path)[0] == "free"
-
-
-@states(
-    "`fcntl` locks hold likewise; an exclusive one needs a file that is open for writing (EBADF),"
-    " as on any disk."
-)
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "not whole"])
-def test_other_processes_see_an_fcntl_lock(steady: Path, *, is_whole: bool) -> None:
-    path = steady / f"fcntl {is_whole}"
-    if is_whole:
-        read_all(path)
-    with path.open("rb", buffering=0) as mine:
-        assert as_another_sees(path)[1] == "free"
-        fcntl.lockf(mine, fcntl.LOCK_SH, 100, 4096)
-        assert as_another_sees(path)[1] == f"read 4096 100 {os.getpid()}"
-        fcntl.lockf(mine, fcntl.LOCK_UN)
-        assert as_another_sees(path)[1] == "free"
-        with pytest.raises(OSError, match="Bad file descriptor") as caught:
-            fcntl.lockf(mine, fcntl.LOCK_EX)
-        assert caught.value.errno == errno.EBADF
 
 
 SOURCE = r"""
