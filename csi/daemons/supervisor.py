@@ -54,14 +54,14 @@ class Child:
         self.doomed: float | None = None  # monotonic time of the first SIGKILL
 
     def signal(self, number: int) -> None:
-        """Send the daemon a signal, from a process of the daemon's user if root may not send it."""
+        """Send the daemon a signal, as the daemon's user if root may not send it."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except PermissionError:
             pid = os.fork()
             if pid == 0:
                 try:
-                    os.setresuid(self.uid, self.uid, self.uid)
+                    os.setresuid(-1, self.uid, -1)  # daemons can't stop it: its real uid is 0
                     signal.pidfd_send_signal(self.pidfd, number)
                 finally:
                     os._exit(0)
