@@ -72,6 +72,8 @@ def exchange(
     deadline = time.monotonic() + timeout_s
     try:
         with sockets.connect(path, timeout_s) as sock:
+            if os.geteuid() and not sockets.is_trusted(sock):  # requests may have secrets
+                raise NotAnsweringError("only the owner and root are asked")
             sock.sendall(encode(request))
             answer = parse(_read_line(sock, deadline))
     except OSError as error:

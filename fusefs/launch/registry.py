@@ -173,24 +173,22 @@ def socket_of(mountpoint: Path, uid: int) -> Path | None:
 
 def _places() -> Iterator[Path]:
     """Yield the runtime directories of this user that are safe to read."""
-    first, *others = map(Path, _runtime_paths())
-    yield first
-    for place in others:
+    is_given = os.environ.get(RUNTIME_VARIABLE)
+    for place in map(Path, _runtime_paths()):
         # Another user may have made the directory in /tmp.
         with suppress(OSError):
             found = place.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            if is_given or (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
                 yield place
 
 
 def _place_of(mountpoint: Path) -> Path:
-    """Return the runtime directory of a mount's record or keeper socket, or that for new mounts."""
-    first, *others = _places()
+    """Return the runtime directory of a mount's record or keeper socket, or one without them."""
     name = _hashed(mountpoint)
-    for place in (first, *others) if others else ():
+    for place in _places():
         if (place / name).exists() or (place / f"{name}.keeper").exists():
             return place
-    return first
+    return Path(_runtime_paths()[-1])  # not the one in /tmp, where others may make it now
 
 
 def _hashed(mountpoint: Path) -> str:
