@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from fusefs.cluster_cache import access
 from fusefs.keeper import supervisor_protocol
+from fusefs.keeper.exchange import parse
 from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.preflight import LaunchError, refuse_mounted
 from fusefs.linux import mountinfo, unmount
@@ -126,15 +127,11 @@ def resume(
     """
     mountpoint = settings.mountpoint
     mount = mountinfo.find_mount(mountpoint)
-    if mount is None or not mount.is_fusefs:
+    if mount is None or not mount.is_fusefs or control.peer(registry.keeper_socket(mountpoint)):
         return None
-    if control.peer(registry.keeper_socket(mountpoint)):
-        return None
-    path, number = os.fspath(supervisor.socket), mount_number(mountpoint)
-    try:
+    path, number, fuse_fd = os.fspath(supervisor.socket), mount_number(mountpoint), None
+    with contextlib.suppress(OSError):
         fuse_fd = supervisor_protocol.fetch(path, number, mount.connection)
-    except OSError:
-        return None
     if fuse_fd is None:
         return None
     registration = registry.registration_of(mountpoint)
@@ -326,9 +323,9 @@ def _wait_until_ready(daemon: subprocess.Popen[bytes], timeout_s: float, deadlin
     line = _read_line(daemon.stdout, min(timeout_s, deadline - time.monotonic()))
     daemon.stdout.close()
     try:
-        answer = json.loads(line)
-    except ValueError:
-        raise LaunchError(f"the daemon answered {line!r} instead of JSON") from None
+        answer = parse(line)
+    except control.ControlError:
+        raise LaunchError(f"the daemon answered {line[:200]!r} instead of JSON") from None
     if "error" in answer:
         try:
             code = ErrorCode(answer.get("code", ErrorCode.UNAVAILABLE))
@@ -352,6 +349,8 @@ def _read_line(answer: IO[bytes], timeout_s: float) -> bytes:
             if not chunk:
                 raise _DiedError
             line += chunk
+            if len(line) > 1 << 16:
+                raise LaunchError("the daemon's answer is too long")
     return line
 
 

@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -44,6 +45,14 @@ def test_only_another_command_is_named_as_another_command(tmp_path: Path) -> Non
     # A fork's error where there are too many processes.
     with pytest.raises(BlockingIOError), launcher._claim(tmp_path):
         raise BlockingIOError(errno.EAGAIN, "no process")
+
+
+def test_an_answer_of_a_daemon_has_an_end() -> None:
+    with (
+        subprocess.Popen(["cat", "/dev/zero"], stdout=subprocess.PIPE) as daemon,
+        pytest.raises(LaunchError, match="too long"),
+    ):
+        launcher._wait_until_ready(daemon, 5.0, math.inf)
 
 
 @pytest.mark.parametrize("is_pid_given_to_another", [True, False])
