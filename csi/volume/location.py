@@ -33,6 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_AMBIGUOUS = re.compile(r"\}[a-z0-9-]*\$\{")  # `a-b-c` can be two pairs of values
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,9 @@ def fill_in(template: str, values: Mapping[str, str]) -> str:
     normal_prefix(template)
     if "${" in _VARIABLE.sub("", template):
         raise InvalidArgumentError(f"prefix: {template!r} has a variable without an end")
+    for segment in template.split("/"):
+        if _AMBIGUOUS.search(segment) and "${pv.name}" not in segment:
+            raise InvalidArgumentError(f"prefix: {segment!r} can be that of two claims: use '/'")
     return normal_prefix(_VARIABLE.sub(value_of, template))
 
 

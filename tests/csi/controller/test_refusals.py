@@ -85,7 +85,7 @@ def test_a_bad_request_is_refused_and_nothing_made(
         ("region", "evil.example/"),
         ("prefix", "a/../b"),
         ("prefix", ".fusefs/volumes"),
-        ("prefix", "a/.fusefs"),
+        ("prefix", "${pvc.namespace}-${pvc.name}"),
         ("prefix", "${pvc.annotations['x']}"),
         ("prefix", "${pv.name"),
         ("onDelete", "Delete"),
