@@ -50,7 +50,8 @@ class OpenFile(NamedTuple):
 class CacheFile:
     """One file of the cache, on the disk or about to be created. Belongs to the event loop.
 
-    `pins` counts users, `downloads` counts running downloads; `fd` is -1 while the file is closed.
+    `pins` counts users, `handles` the open handles among them, of which the daemon answers the
+    reads of `served`; `downloads` counts running downloads; `fd` is -1 while the file is closed.
     `is_kept` turns False when the disk fails for the file, whose version is then read past the
     cache. If the error was not the file's fault (`is_passed_over`), `is_kept` is True again when
     the last user has gone. `is_ours` turns False when the catalog's row of the name belongs to
@@ -75,6 +76,8 @@ class CacheFile:
     is_kept: bool = True
     is_ours: bool = True
     is_checked: bool = True
+    handles: int = 0
+    served: int = 0
     is_passed_over: bool = False
     is_retained: bool = False
     rank: Rank | None = None

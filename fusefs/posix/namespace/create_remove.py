@@ -471,7 +471,7 @@ class CreateRemove(MountPart):
         if inode is not None and inode.info is not None:
             self._cache.obsolete(inode.info.version)
         self._inodes.numbers.removed(parent, name, is_directory=left is UNCOVERED)
-        nodes = self._handles.former(parent, name)
+        nodes = self._inodes.former(parent, name)
         self._inodes.detach(nodes | {inode} if inode is not None else nodes)
         self._inodes.entries_changed(parent)
         self._writer.deferred.drop(self._inodes.key(parent) + name)

@@ -58,7 +58,7 @@ class Relocator(MountPart):
         """Rename a file in this mount's state; `moved` has its new object, if there is one."""
         (parent, name), (to, new) = old_name, new_name
         entry = next(iter(moved.values()), None)
-        replaced = self._handles.former(to, new)
+        replaced = self._inodes.former(to, new)
         current = to.child(new)
         if current is not None and current is not inode:
             replaced.add(current)
@@ -67,7 +67,7 @@ class Relocator(MountPart):
         self._inodes.detach(replaced)
         self._inodes.entries_changed(parent)
         self._inodes.entries_changed(to)
-        for old_node in self._handles.former(parent, name):
+        for old_node in self._inodes.former(parent, name):
             # A node with an old content of the file gets the file's new name.
             if old_node.info is not None and not old_node.is_removed:
                 old_node.parent, old_node.name = to, new
@@ -153,12 +153,11 @@ class Relocator(MountPart):
         A node that is open for passthrough is separated from its name if its cached file could
         not be renamed: the kernel must not get another file for the same node.
         """
-        for handle in self._handles.files.values():
-            inode = handle.inode
-            if inode.info is None:
-                continue
-            copy = moved.get(inode.info.version)
-            if copy is not None and not inode.is_current:
+        for inode in self._inodes.unlisted:
+            copy = moved.get(inode.info.version) if inode.info is not None else None
+            if copy is not None and inode.is_open:
                 self._inodes.follow(inode, copy, copy.key)
-            elif inode.is_current and handle.backing_id and inode.info.version in uncached:
-                self._inodes.mark_replaced(inode)
+        for version in uncached:
+            current = self._inodes.at(version.key)
+            if current is not None and current.passthrough and current.object.version == version:
+                self._inodes.mark_replaced(current)

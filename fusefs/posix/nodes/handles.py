@@ -11,8 +11,8 @@ ids (see inode_table.py). The table belongs to the event loop.
 from __future__ import annotations
 
 import errno
+import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.store.interface import ObjectVersion
 
+WRITING = os.O_WRONLY | os.O_RDWR
 SERVED, PASSTHROUGH, DIRECTORY = range(3)  # the modes of an open handle, as in the journal
 
 
@@ -117,10 +118,7 @@ class HandleTable:
     def add_file(self, handle: FileHandle) -> None:
         """Add a handle that is in the journal already."""
         self.files[handle.fh] = handle
-        if handle.backing_id:
-            handle.inode.passthrough += 1
-        else:
-            handle.inode.served += 1
+        _count(handle, 1)
 
     def log(self, handle: FileHandle | DirectoryHandle) -> None:
         opened = handle.unique, handle.fh, handle.inode.nodeid
@@ -130,25 +128,10 @@ class HandleTable:
         """Remove and return a handle; None if there is none, as a RELEASE may come twice."""
         handle = self.files.pop(fh, None)
         if handle is not None:
-            if handle.backing_id:
-                handle.inode.passthrough -= 1
-            else:
-                handle.inode.served -= 1
+            _count(handle, -1)
             if not is_logged:
                 self._log.closed(fh)
         return handle
-
-    def of_file(self, file: CacheFile) -> Iterator[FileHandle]:
-        return (handle for handle in self.files.values() if handle.file is file)
-
-    def former(self, parent: Inode, name: str) -> set[Inode]:
-        """The open nodes that a name stood for earlier, before its present node."""
-        return {
-            handle.inode
-            for handle in self.files.values()
-            if not handle.inode.is_current
-            and (handle.inode.parent, handle.inode.name) == (parent, name)
-        }
 
     def open_directory(self, inode: Inode, generation: int, unique: int) -> DirectoryHandle:
         handle = DirectoryHandle(self.next_fh, inode, generation, unique)
@@ -171,3 +154,17 @@ class HandleTable:
             return self.directories[fh]
         except KeyError:
             raise OSError(errno.EBADF, f"unknown directory handle {fh}") from None
+
+
+def _count(handle: FileHandle, change: int) -> None:
+    """Count a handle that is opened (1) or closed (-1) at its node and its cache file."""
+    inode, file = handle.inode, handle.file
+    file.handles += change
+    if handle.flags & WRITING:
+        inode.writing += change
+    if handle.backing_id:
+        inode.passthrough += change
+        inode.kernel_file = file if inode.passthrough else None
+    else:
+        inode.served += change
+        file.served += change

@@ -91,11 +91,12 @@ class Inode:
     `info` is the object version, None for a directory. `is_current` is True while the name stands
     for this node; `children` maps each name in a directory to its current node, None for a file.
     `served` and `passthrough` count the open handles in each mode: one count is always zero, as the
-    kernel refuses to mix modes in one inode. A directory's handles are all served. Its `marks` map
-    positions in its listing to the numbers that offsets use for them (offsets.py). An open need not
-    ask the bucket until `valid_until`; the kernel may show the attributes until `shown_until` (both
-    in monotonic seconds). `looked_up` is True if the kernel has looked the name up since the last
-    open, and the bucket has answered. `packed` is the session's own encoding of the attributes.
+    kernel refuses to mix modes in one inode; `writing` counts those that programs may write to. A
+    directory's handles are all served. Its `marks` map positions in its listing to the numbers that
+    offsets use for them (offsets.py). An open need not ask the bucket until `valid_until`; the
+    kernel may show the attributes until `shown_until` (both in monotonic seconds). `looked_up` is
+    True if the kernel has looked the name up since the last open, and the bucket has answered.
+    `packed` is the session's own encoding of the attributes.
 
     `is_removed` is True if this mount removed the file's name, or gave it to another file. Several
     nodes of such a file may be open, in different versions; one of them is the `lead` of the
@@ -113,6 +114,8 @@ class Inode:
     nlookup: int = 0
     served: int = 0
     passthrough: int = 0
+    writing: int = 0
+    kernel_file: CacheFile | None = None  # read by the kernel for the passthrough handles
     valid_until: float = 0.0
     shown_until: float = 0.0
     looked_up: bool = False

@@ -73,6 +73,7 @@ class InodeTable:
         )
         # By directory and name: replaced nodes with hard links, until their names are looked up.
         self._unresolved_links: dict[tuple[int, str], Inode] = {}
+        self.unlisted: set[Inode] = set()  # the nodes that are not current
         self._notifier = notifier or KernelNotifier()
         # When the kernel last forgot a node, in seconds of the monotonic clock.
         self.forgotten_at = -math.inf
@@ -95,11 +96,12 @@ class InodeTable:
         parent = inode.parent = self.by_id.get(parent_id, self.root)
         assert parent.children is not None
         rival = parent.children.get(inode.name)
-        inode.is_current = is_current and (rival is None or rival.nodeid < inode.nodeid)
-        if inode.is_current:
-            parent.children[inode.name] = inode
-            if rival is not None:
-                rival.is_current = False
+        former: Inode | None = inode
+        if is_current and (rival is None or rival.nodeid < inode.nodeid):
+            parent.children[inode.name], former = inode, rival
+        if former is not None:
+            former.is_current = False
+            self.unlisted.add(former)
 
     def get(self, nodeid: int) -> Inode:
         """Return the inode of a node id; ESTALE if the id is unknown."""
@@ -202,8 +204,14 @@ class InodeTable:
         if inode.links is not None and inode.parent is not None:
             self._unresolved_links[inode.parent.nodeid, inode.name] = inode
 
+    def former(self, parent: Inode, name: str) -> set[Inode]:
+        """The open nodes that a name stood for earlier, before its present node."""
+        nodes = (inode for inode in self.unlisted if inode.name == name)
+        return {inode for inode in nodes if inode.parent is parent and inode.is_open}
+
     def _unlist(self, inode: Inode) -> None:
         inode.is_current = False
+        self.unlisted.add(inode)
         siblings = inode.parent.children if inode.parent is not None else None
         if siblings is not None and siblings.get(inode.name) is inode:
             del siblings[inode.name]
@@ -328,6 +336,7 @@ class InodeTable:
                 inode.parent, inode.name, parent, name, inode.ino, is_directory=inode.info is None
             )
         self._unlist(inode)
+        self.unlisted.discard(inode)
         inode.parent, inode.name, inode.is_current = parent, name, True
         parent.children[name] = inode
         self._rename(inode, self.key(parent) + name, copies)
@@ -371,6 +380,7 @@ class InodeTable:
         if self.by_id.get(inode.nodeid, inode) is not inode:
             return  # the inode was removed before, and another one has its id
         self._unlist(inode)
+        self.unlisted.discard(inode)
         if inode.links is not None:
             self._unlink(inode)
         if self.by_id.pop(inode.nodeid, None) is not None:

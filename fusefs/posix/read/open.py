@@ -29,10 +29,9 @@ from fusefs.cache.readahead.window import Readahead
 from fusefs.posix.directory.segment import Absent, Entry
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.mount_state import MountPart, MountState
-from fusefs.posix.nodes.handles import FileHandle
+from fusefs.posix.nodes.handles import WRITING, FileHandle
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
-from fusefs.posix.write.flush import WRITING
 from fusefs.posix.write.writer import Writer
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
@@ -256,10 +255,7 @@ class Opener(MountPart):
         """Open a node in the mode of its open handles; without any, for passthrough if possible."""
         if file.is_complete and file.size and not inode.served:
             backing_id = await self._backing.register(file)
-            handles = self._handles.files.values()
-            if inode.passthrough and any(
-                handle.inode is inode and handle.file is not file for handle in handles
-            ):
+            if inode.kernel_file not in (None, file):
                 # The kernel refuses to read two files for one node.
                 raise OSError(errno.ESTALE, "the cached copy that is open was dropped")
             if backing_id and not inode.served:

@@ -150,7 +150,7 @@ class Backlog:
                 await ACTIVITY.pause(RETRY_S)
             now = trio.current_time()
             for staged in self._staging.pending:
-                if self._flusher.may_be_written(staged.inode):
+                if staged.inode.writing:
                     is_due = staged.is_content_dirty and now >= staged.since + pause_s(
                         staged.size()
                     )

@@ -24,6 +24,7 @@ import trio
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.metadata.deferred_attributes import DEFER_S, DeferredAttributes
 from fusefs.posix.mount_state import MountPart, MountState
+from fusefs.posix.nodes.handles import WRITING
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
@@ -47,7 +48,6 @@ from fusefs.telemetry.stalls import unattended
 
 logger = logging.getLogger("fusefs.writing")
 
-WRITING = os.O_WRONLY | os.O_RDWR
 # With local durability a file is uploaded when it has not changed for this
 # long: the rename of a temporary file then costs no copy in the bucket.
 LATER_S = 1.0
@@ -217,7 +217,7 @@ class Flusher(MountPart):
 
     def is_given_up(self, staged: StagedFile) -> bool:
         """True if a file's changes are to be undone, as the program that made them was killed."""
-        return staged.state is FileState.ABANDONED and not self.may_be_written(staged.inode)
+        return staged.state is FileState.ABANDONED and not staged.inode.writing
 
     async def _undo(self, staged: StagedFile) -> None:
         """Drop the content that a killed program wrote: the object in the bucket stays."""
@@ -227,7 +227,7 @@ class Flusher(MountPart):
                 await self.prefix_lock.until_open_at(lambda: staged.key)
             await trio.sleep(UNDO_S)
         async with self.uploads.held(staged):
-            is_wanted = staged.state is not FileState.ABANDONED or self.may_be_written(inode)
+            is_wanted = staged.state is not FileState.ABANDONED or inode.writing
             if is_wanted or inode.staged is not staged or not staged.is_dirty:
                 return
             logger.warning(
@@ -290,7 +290,7 @@ class Flusher(MountPart):
     async def finish(self, inode: Inode) -> None:
         """Do what a close does, after truncate(2) by path; nothing if the file is open to write."""
         staged = inode.staged
-        if staged is None or self.may_be_written(inode):
+        if staged is None or inode.writing:
             return
         if staged.is_dirty:
             await self._keep(staged, self.delay_s(staged, staged.key))
@@ -330,7 +330,7 @@ class Flusher(MountPart):
     def described(self, inode: Inode) -> None:
         """Start to send changed attributes of a staged file, unless a close will do so."""
         staged = inode.staged
-        if staged is None or self.may_be_written(inode) or self._defer(staged):
+        if staged is None or inode.writing or self._defer(staged):
             return
         if staged.state is FileState.ABANDONED and self._can_be_undone(staged):
             return  # `_undo` will run, and keeps the attributes
@@ -386,13 +386,6 @@ class Flusher(MountPart):
         known = inode.info if inode is not None else None
         return inode if known is not None and known.version == info.version else None
 
-    def may_be_written(self, inode: Inode) -> bool:
-        """True if a program has the file open for writing, and so will close it."""
-        return inode.is_open and any(
-            handle.inode is inode and handle.flags & WRITING
-            for handle in self._handles.files.values()
-        )
-
     def landed(self, staged: StagedFile, info: ObjectInfo) -> None:
         self._has(staged.inode, info)
         if staged.rebases:
@@ -444,7 +437,7 @@ class Flusher(MountPart):
         if staged.backing is None or staged.is_unlinked:
             if inode.is_open:
                 return
-        elif inode.served or staged.may_be_mapped or self.may_be_written(inode):
+        elif inode.served or staged.may_be_mapped or inode.writing:
             return  # programs that have the file open need it staged
         is_taken = False
         if not staged.is_unlinked and inode.info is not None and inode.info.size:
@@ -469,7 +462,7 @@ class Flusher(MountPart):
         """Upload what programs store through mappings of a closed file, until it is not mapped."""
         inode = staged.inode
         with unattended():
-            while inode.staged is staged and not self.may_be_written(inode):
+            while inode.staged is staged and not inode.writing:
                 staged.note_stores()
                 if staged.is_dirty and not staged.is_unlinked:
                     if not staged.is_closed:
@@ -491,7 +484,7 @@ class Flusher(MountPart):
     def released(self, inode: Inode) -> None:
         """Upload, undo or cache a staged file, unless a program still has it open for writing."""
         staged = inode.staged
-        if staged is None or self.may_be_written(inode):
+        if staged is None or inode.writing:
             return
         staged.note_stores()
         if staged.may_be_mapped and staged not in self._mapped:

@@ -32,7 +32,7 @@ class Sharing(MountPart):
 
         False if the file has other users or wrong bytes, or if the kernel refuses it.
         """
-        if self._is_served(file):
+        if file.served:
             return False
         # Its unchanged bytes are uploaded as well, so their checksums are verified first.
         if not (await self._cache.integrity.examine(file))[1]:
@@ -42,13 +42,10 @@ class Sharing(MountPart):
                 return False
             # Each later open of the node has to get this file.
             is_registered = bool(await self._backing.register(file))
-        if is_registered and not self._is_served(file):
+        if is_registered and not file.served:
             return True
         self._cache.handover.cancel(file)
         return False
-
-    def _is_served(self, file: CacheFile) -> bool:
-        return any(not handle.backing_id for handle in self._handles.of_file(file))
 
     def backing_id(self, staged: StagedFile) -> int:
         """The backing id for opens of a staged file, 0 if the daemon answers their reads."""
@@ -79,7 +76,7 @@ class Sharing(MountPart):
 
     async def is_mapped(self, file: CacheFile) -> bool:
         """True if a cache file without open handles is mapped; the check unregisters the file."""
-        if not self._backing.find(file) or self._is_open(file):
+        if not self._backing.find(file) or file.handles:
             return False
         if not await self._cache.ensure_open(file):
             return False
@@ -90,7 +87,7 @@ class Sharing(MountPart):
         file = staged.backing
         if file is None:
             return True
-        if self._is_open(file) or staged.inode.is_open:
+        if file.handles or staged.inode.is_open:
             return False
         if not await self._is_used(file):
             return True
@@ -99,14 +96,9 @@ class Sharing(MountPart):
         return False
 
     async def _is_used(self, file: CacheFile) -> bool:
-        if self._is_open(file):
+        if file.handles:
             return True  # a program has opened the file meanwhile, so its id is in use
         gone = self._backing.drop(file)
         if gone is not None:
             await gone.wait()
-        if self._is_open(file):
-            return True
-        return file.fd >= 0 and not is_unused(file.fd)
-
-    def _is_open(self, file: CacheFile) -> bool:
-        return any(True for _ in self._handles.of_file(file))
+        return bool(file.handles) or (file.fd >= 0 and not is_unused(file.fd))

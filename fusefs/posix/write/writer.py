@@ -25,6 +25,7 @@ from fusefs.linux.libc import ALLOCATION_MODES, KEEP_SIZE, PUNCH_HOLE, allocate
 from fusefs.posix.directory.segment import Absent
 from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase, page_edges
+from fusefs.posix.nodes.handles import WRITING
 from fusefs.posix.nodes.inode import UNKNOWN_OWNER, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
@@ -34,7 +35,7 @@ from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import EmptyObjects, is_undecided
-from fusefs.posix.write.flush import WRITING, Flusher
+from fusefs.posix.write.flush import Flusher
 from fusefs.posix.write.removals import Removals
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sharing import Sharing
@@ -203,7 +204,7 @@ class Writer(MountPart):
         if math.isinf(self.directories.get(split_key(info.key)[0]).most_s):
             return True
         if staged is not None:
-            return staged.is_dirty or self.flusher.may_be_written(inode)
+            return staged.is_dirty or bool(inode.writing)
         if not inode.is_current or inode.is_removed:
             return True
         file = self._cache.find(info.version)
@@ -262,7 +263,7 @@ class Writer(MountPart):
         Raises:
             OSError: ESTALE; the object was replaced, or a new node has the copy, to be opened.
         """
-        if not self.flusher.may_be_written(inode):
+        if not inode.writing:
             self._check_overwriting(inode)
         if looks and not is_anew and not self._is_current(inode):
             await self._look(inode)

@@ -48,12 +48,8 @@ def test_node_ids_may_be_the_inode_numbers() -> None:
     assert new.nodeid != old.nodeid
 
 
-def handles() -> HandleTable:
-    return HandleTable(Journal(None))
-
-
 def test_closing_twice_is_no_error(table: InodeTable) -> None:
-    inode, opened = known(table, "a"), handles()
+    inode, opened = known(table, "a"), HandleTable(Journal(None))
     handle = opened.open_file(inode, inode.info.version, CacheFile("x", 3), 0, 0, 1)
     assert opened.close_file(handle.fh) is handle
     assert opened.close_file(handle.fh) is None
