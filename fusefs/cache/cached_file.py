@@ -17,6 +17,11 @@ from fusefs.store.interface import ObjectVersion
 
 # Files up to this size are compared with their checksums when they are first opened.
 CHECKED_AT_OPEN = 16 << 20
+# The least that a random read downloads: this many bytes take as long as the request itself,
+# so fewer would save nothing, and more would be wasted on a reader that jumps.
+BLOCK = 256 << 10
+# Random reads of a large file make millions of ranges: from here on they are treated summarily.
+MOST_RANGES = 10_000
 
 
 # IntEnum, as the hash of a plain Enum, computed four times per open, is a Python function.
@@ -60,7 +65,8 @@ class CacheFile:
     file or compared the bytes with the checksums, `is_retained` if the file must not be evicted
     (retention.py). `rank`, `last_use` and `ahead_since` belong to eviction_order.py, which
     measures time in bytes fetched. `read` has the ranges that were read since they were fetched
-    (None: all). `used_at` is in seconds since the epoch, `written_at` in monotonic seconds.
+    (None: all); after MOST_RANGES ranges, a read counts for all present bytes of its blocks.
+    `used_at` is in seconds since the epoch, `written_at` in monotonic seconds.
     """
 
     name: str
@@ -70,14 +76,14 @@ class CacheFile:
     st_ino: int = 0
     fd: int = -1
     pins: int = 0
+    handles: int = 0
+    served: int = 0
     downloads: int = 0
     present: RangeMap = field(default_factory=RangeMap)
     recorded: int = 0  # bytes of `present` that are in the catalog
     is_kept: bool = True
     is_ours: bool = True
     is_checked: bool = True
-    handles: int = 0
-    served: int = 0
     is_passed_over: bool = False
     is_retained: bool = False
     rank: Rank | None = None
@@ -150,14 +156,18 @@ class CacheFile:
     def arrived(self, start: int, stop: int) -> int:
         """Add the fetched bytes [start, stop) to `present`; return how many are new."""
         if self.read is None:
-            self.read = RangeMap(iter(self.present))
+            self.read = RangeMap.unpack(self.present.pack())
         return self.present.add(start, stop)
 
     def first_read(self, start: int, stop: int) -> int:
         """Note that [start, stop) was read; return how many of these bytes were not read before."""
         if self.read is None:
             return 0
-        new = self.read.add(start, stop)
+        size, run = stop - start, self.present.run_at(start)
+        if run is not None and self.read.count >= MOST_RANGES:
+            start = max(run[0], start // BLOCK * BLOCK)
+            stop = max(stop, min(run[1], -(-stop // BLOCK) * BLOCK))
+        new = min(size, self.read.add(start, stop))
         if self.read.total == self.size:
             self.read = None
         return new

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.cached_file import MOST_RANGES, CacheFile
 from fusefs.cache.catalog import Catalog, KeyRange, Row, Stay, Total, key_ranges
 from fusefs.cache.disk import Disk
 from fusefs.cache.integrity.damage import is_damage
@@ -157,12 +157,17 @@ class CatalogWriter:
         is_pending = name in self._dirty or name in self._used or file in self._recording
         return not (is_pending or file.unrecorded or file.sums) and file.is_ours
 
-    async def record(self) -> None:
-        """Write all pending updates except last-use times; check if other mounts have written."""
+    async def record(self, *, is_full: bool = False) -> None:
+        """Write pending updates except last-use times; check if other mounts have written.
+
+        Unless `is_full`, files with many ranges wait: writing their large rows takes long.
+        """
         async with self._counting:
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
+            slow = [file for file in files if file.recorded and file.present.count > MOST_RANGES]
+            self._dirty = {} if is_full else {file.name: file for file in slow}
+            files = [file for file in files if file.name not in self._dirty]
             changes, self._changes = self._changes, []
-            self._dirty = {}
             self._recording = set(files)
             rows = [file.row() for file in files]
             counted = [file.present.total for file in files]

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import trio
 
-from fusefs.cache.cached_file import CacheFile, Rank
+from fusefs.cache.cached_file import BLOCK, CacheFile, Rank
 from fusefs.cache.disk import DiskLatency
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
@@ -42,9 +42,6 @@ from fusefs.telemetry.stalls import WaitCause, Work, stage
 
 T = TypeVar("T")
 
-# The least that a random read downloads: this many bytes take as long as the request itself,
-# so fewer would save nothing, and more would be wasted on a reader that jumps.
-BLOCK = 256 << 10
 # The least that the first read of a file downloads: most programs read on from there.
 FIRST_BYTES = 1 << 20
 # One GET of a sequential reader: long enough to make requests cheap, short

@@ -532,6 +532,7 @@ class FileCache:
                     await self._catalog_writer.sync(SYNC_AFTER_S)
                     self.order.note_time(steady_time())
                     await self.residency.unload(self._let_go)
+                await self._catalog_writer.record(is_full=True)
                 await self._catalog_writer.touch()
 
     async def _open_used(self) -> None:
@@ -554,7 +555,7 @@ class FileCache:
     async def aclose(self, *, sync: bool = True) -> None:
         """Write the catalog, sync files for a few seconds if `sync`, close all. Not cancellable."""
         with trio.CancelScope(shield=True):
-            await self.record()
+            await self._catalog_writer.record(is_full=True)
             await self._catalog_writer.touch()
             if sync:
                 with trio.move_on_after(SYNC_AFTER_S):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import struct
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-
-_PAIR = struct.Struct("<QQ")
 
 
 class RangeMap:
@@ -15,14 +13,19 @@ class RangeMap:
     __slots__ = ("_starts", "_stops", "total")
 
     def __init__(self, ranges: Iterator[tuple[int, int]] | None = None) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        self._starts = array("Q")  # a fifth of a list's memory
+        self._stops = array("Q")
         self.total = 0
         for start, stop in ranges or ():
             self.add(start, stop)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
+
+    @property
+    def count(self) -> int:
+        """The number of ranges."""
+        return len(self._starts)
 
     def add(self, start: int, stop: int) -> int:
         """Add [start, stop); return how many of these bytes are new."""
@@ -36,8 +39,8 @@ class RangeMap:
         if low < high:
             start = min(start, self._starts[low])
             stop = max(stop, self._stops[high - 1])
-        self._starts[low:high] = [start]
-        self._stops[low:high] = [stop]
+        self._starts[low:high] = array("Q", (start,))
+        self._stops[low:high] = array("Q", (stop,))
         new = stop - start - before
         self.total += new
         return new
@@ -77,8 +80,13 @@ class RangeMap:
         return start, stop
 
     def pack(self) -> bytes:
-        return b"".join(map(_PAIR.pack, self._starts, self._stops))
+        pairs = array("Q", bytes(16 * self.count))
+        pairs[::2], pairs[1::2] = self._starts, self._stops
+        return pairs.tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> RangeMap:
-        return cls((start, stop) for start, stop in _PAIR.iter_unpack(data))
+        pairs, ranges = array("Q", data), cls()
+        ranges._starts, ranges._stops = pairs[::2], pairs[1::2]
+        ranges.total = sum(ranges._stops) - sum(ranges._starts)
+        return ranges

@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fusefs.cache.cached_file import CacheFile
+from fusefs.cache.cached_file import MOST_RANGES, CacheFile
 from fusefs.cache.ranges import RangeMap
 from fusefs.store.interface import ObjectVersion
 
 PAGE = 4096
+MIB = 1 << 20
 # An object of at least this size is edited without being downloaded, and uploaded in parts.
 IN_PARTS = 8 << 20
 
@@ -24,10 +25,10 @@ IN_PARTS = 8 << 20
 class EditBase:
     """The object that provides the bytes which an edited file lacks. For the event loop.
 
-    The object provides the first `size` bytes of the file, except the `filled` pages, which
-    are in the file itself; programs have written to the `changed` pages. The object's cache
-    `file` is pinned. `tokens` are the staged file's tokens: an object with one of them is
-    the file's own upload, and can provide the same bytes.
+    The object provides the first `size` bytes of the file, except the `filled` pages, which are in
+    the file itself; programs have written to the `changed` pages (or MiB, if pages are many). The
+    object's cache `file` is pinned. `tokens` are the staged file's tokens: an object with one of
+    them is the file's own upload, and can provide the same bytes.
     """
 
     file: CacheFile
@@ -45,6 +46,8 @@ class EditBase:
         """Note that a program wrote the bytes [start, stop): the file now has their pages."""
         first, last = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
         self.filled.add(first, last)
+        if self.changed.count >= MOST_RANGES:
+            first, last = start // MIB * MIB, -(-stop // MIB) * MIB
         self.changed.add(first, last)
 
     def lacks(self, start: int, stop: int) -> bool:

@@ -148,33 +148,24 @@ async def test_a_file_that_is_dropped_while_it_is_recorded_leaves_no_row(parts: 
     assert (parts.quota.committed, parts.quota.uncommitted) == (0, 0)
 
 
-async def test_of_a_file_that_is_dropped_meanwhile_nothing_unsummed_is_passed_on(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_dropped", [True, False])
+async def test_a_file_without_checksums_yet_is_not_passed_on_and_stays(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, *, is_dropped: bool
 ) -> None:
     await parts.fetch(A)
     file = parts.cache.pin(A)
     assert await parts.cache.ensure_open(file)
 
     def sums_in(*_: object) -> list[Sum]:
-        file.lose()
+        if is_dropped:
+            file.lose()
         return []
 
-    monkeypatch.setattr("fusefs.cache.integrity.verify.sums_in", sums_in)
-    assert await parts.cache.integrity.read(file, 0, MIB) is None
-    parts.cache.unpin(file)
-
-
-async def test_a_file_without_checksums_yet_is_not_passed_on_and_stays(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await parts.fetch(A)
-    file = parts.cache.pin(A)
-    assert await parts.cache.ensure_open(file)
     with monkeypatch.context() as patch:
-        patch.setattr("fusefs.cache.integrity.verify.sums_in", lambda *_: [])
+        patch.setattr("fusefs.cache.integrity.verify.sums_in", sums_in)
         assert await parts.cache.integrity.read(file, 0, MIB) is None
     assert parts.cache.find(A) is file
-    assert await parts.cache.integrity.read(file, 0, MIB) is not None
+    assert is_dropped or await parts.cache.integrity.read(file, 0, MIB) is not None
     parts.cache.unpin(file)
 
 
@@ -266,6 +257,21 @@ async def test_the_keeper_of_the_catalog_records_and_syncs(
             lambda: [row.is_synced for row in parts.cache._catalog.newest(1000)] == [True]
         )
         nursery.cancel_scope.cancel()
+
+
+async def test_a_file_with_many_ranges_is_recorded_from_time_to_time_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusefs.cache.catalog_writer.MOST_RANGES", 1)
+    async with cache_in(tmp_path) as parts:
+        file = parts.cache.pin(A)
+        assert await parts.cache.ensure_open(file)
+        for start, recorded in ((0, 10), (20, 10)):
+            parts.cache.arrived(file, start, start + 10)
+            await parts.cache.record()
+            assert file.recorded == recorded
+    async with cache_in(tmp_path) as parts:
+        assert parts.quota.used == 20
 
 
 async def test_a_file_in_use_is_opened_when_another_mount_begins(

@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from fusefs.cache.cached_file import CacheFile, OpenFile
-from fusefs.cache.downloader import BLOCK, FIRST_BYTES, PART, NotKeptError
+from fusefs.cache.cached_file import BLOCK, MOST_RANGES, CacheFile, OpenFile
+from fusefs.cache.downloader import FIRST_BYTES, PART, NotKeptError
 from fusefs.store.errors import StaleVersionError, UnreachableError
 from tests.support.local_cache import CHUNK, LIMIT_S, Parts, cache_in, content, version
 from tests.support.waiting import eventually
@@ -29,6 +29,15 @@ async def test_a_first_read_brings_the_first_bytes_and_a_jump_a_block(parts: Par
     assert first == ("big", 0, FIRST_BYTES)
     assert second[1] == 10 * MIB + 5
     assert second[2] - second[1] <= 2 * BLOCK
+
+
+def test_random_reads_of_a_large_file_are_noted_in_few_ranges() -> None:
+    file = CacheFile("large", 1 << 40)
+    file.arrived(0, 1 << 30)
+    reads = [file.first_read(at, at + 4096) for at in range(0, 1 << 30, 16 << 10)]
+    assert set(reads[:MOST_RANGES]) == {4096}
+    assert set(reads[MOST_RANGES:]) == {4096, 0}, "of each block the first read"
+    assert len(list(file.read)) <= 2 * MOST_RANGES
 
 
 async def test_a_read_asks_only_for_what_is_missing(parts: Parts) -> None:
@@ -142,33 +151,24 @@ async def test_an_error_of_the_store_is_reported_to_every_reader(
             raise error
 
     parts.bucket.fault = fail
-    failed = 0
+    a, failed = version("a", MIB), 0
 
     async def read() -> None:
         nonlocal failed
         with pytest.raises(type(error)):
-            await parts.read(version("a", MIB), 0, MIB)
+            await parts.read(a, 0, MIB)
         failed += 1
 
+    # A reader whose bytes came before the error is served.
+    assert await parts.read(a, 0, 100) == content(a)[:100]
     async with trio.open_nursery() as nursery:
         for _ in range(5):
             nursery.start_soon(read)
     await parts.quiet()
     assert failed == 5
     # What came before is right, and kept.
-    a = version("a", MIB)
     assert await parts.read(a, 0, MIB // 2) == content(a)[: MIB // 2]
     assert parts.quota.reserved == 0
-
-
-async def test_a_reader_whose_bytes_came_before_the_error_is_served(parts: Parts) -> None:
-    def fail(_key: str, offset: int) -> None:
-        if offset >= MIB // 2:
-            raise UnreachableError("gone")
-
-    parts.bucket.fault = fail
-    a = version("a", MIB)
-    assert await parts.read(a, 0, 100) == content(a)[:100]
 
 
 @pytest.mark.parametrize(

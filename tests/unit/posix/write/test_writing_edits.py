@@ -9,7 +9,9 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.cache.cached_file import MOST_RANGES, CacheFile
 from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE
+from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write import upload_steps
 from fusefs.posix.write.sparse_edit import BaseLostError
@@ -27,6 +29,14 @@ def mount(tmp_path: Path) -> MortalMount:
     mount = MortalMount(tmp_path)
     mount.store.put("file", CONTENT)
     return mount
+
+
+def test_scattered_writes_are_noted_as_few_changed_ranges() -> None:
+    base = EditBase(CacheFile("", 512 * MIB), 512 * MIB)
+    for at in range(0, 256 * MIB, 8192):
+        base.wrote(at, at + 10)
+    assert len(list(base.changed)) <= MOST_RANGES + 1
+    assert base.keeps(256 * MIB, 512 * MIB)
 
 
 async def test_attributes_of_an_object_that_was_replaced_put_no_holes_in_its_place(
