@@ -249,12 +249,9 @@ class Catalog:
         check_order(after, ((row.used_at, row.name) for row in rows))
         return rows
 
-    def page(self, after: str, larger_than: int = -1) -> list[Row]:
-        """Read a page of the rows after the name `after`, of files above `larger_than` bytes."""
-        condition = "WHERE name > ? AND size > ? ORDER BY name LIMIT ?"
-        rows = self._rows(condition, after, larger_than, PAGE)
-        check_order(after, (row.name for row in rows))
-        return rows
+    def page(self, after: str, last: str, larger_than: int) -> list[Row]:
+        """Read the rows of names after `after` up to `last`, of files above `larger_than` bytes."""
+        return self._rows("WHERE name > ? AND name <= ? AND size > ?", after, last, larger_than)
 
     def names(self, after: str) -> list[str]:
         """Read a page of the sorted names of all files, beginning after the name `after`."""

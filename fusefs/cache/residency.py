@@ -63,21 +63,20 @@ class Residency:
 
     async def load(self, names: Iterable[str]) -> None:
         """Load the files of these names from the catalog if not in memory; skip unknown names."""
-        if self._has_others or self._writer.has_neighbours:
-            unknown = [name for name in names if name not in self._files]
-            if unknown:
-                find = self._catalog.find
-                await self._load(lambda: [row for name in unknown if (row := find(name))])
+        unknown = [name for name in names if name not in self._files and not self.lacks(name)]
+        if unknown:
+            find = self._catalog.find
+            await self._load(lambda: [row for name in unknown if (row := find(name))])
 
     async def pages(self, larger_than: int) -> AsyncIterator[list[CacheFile]]:
         """Load all files larger than `larger_than` bytes; yield them page by page."""
+        await self._writer.record()
         after = ""
-        while True:
-            files, rows = await self._load(partial(self._catalog.page, after, larger_than))
-            if not rows:
-                return
-            yield files
-            after = rows[-1].name
+        # The names first, as a query for large files alone would hold the catalog's lock for long.
+        while names := await self._writer.in_catalog(self._catalog.names, after):
+            page = partial(self._catalog.page, after, names[-1], larger_than)
+            yield (await self._load(page))[0]
+            after = names[-1]
 
     async def load_oldest(self) -> bool:
         """Load a page of the next least recently used files; False at the end of the catalog."""

@@ -235,6 +235,7 @@ class Prefetcher:
             for position, path in enumerate(paths, start):
                 if not plan.was_opened(position):
                     nursery.start_soon(look_up, position, path)
+        await self._cache.look_up(info.version for info in found.values() if info is not None)
         walk.next = deque((at, path, found.get(at)) for at, path in enumerate(paths, start))
 
     async def _change(self) -> None:

@@ -444,6 +444,7 @@ class CacheWarmer:
         async with trio.open_nursery() as nursery, receive:
             nursery.start_soon(self._list, job, send)
             async for page in receive:
+                await self._cache.look_up(info.version for info in page)  # at once, for `_bring`
                 for info in self._in_turn(page):
                     await self._bring(job, nursery, info)
 

@@ -8,6 +8,7 @@ uploaded under the new keys, and listings show the new names.
 from __future__ import annotations
 
 import time
+from itertools import islice
 
 import trio
 
@@ -45,13 +46,14 @@ class Relocator(MountPart):
 
     async def move_cached(self, moved: Copies) -> set[ObjectVersion]:
         """Assign each source's cached file to its copy; return the copies for which that failed."""
-        uncached = set()
-        for index, (version, copy) in enumerate(moved.items()):
-            if (await self._cache.look_up([version]))[0] is not None:
-                if not await self._cache.move(version, copy.version):
-                    uncached.add(copy.version)
-                if index % CACHED_AT_ONCE == 0:
-                    await trio.lowlevel.checkpoint()
+        uncached, left = set(), iter(moved.items())
+        while some := dict(islice(left, CACHED_AT_ONCE)):
+            for version, file in zip(some, await self._cache.look_up(some), strict=True):
+                # Programs may have opened the old version since it was looked up.
+                is_cached = file is not None or self._cache.find(version) is not None
+                if is_cached and not await self._cache.move(version, some[version].version):
+                    uncached.add(some[version].version)
+            await trio.lowlevel.checkpoint()
         return uncached
 
     def move_file(self, inode: Inode | None, old_name: Name, new_name: Name, moved: Copies) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 
 from fusefs.store.errors import NotFoundError
@@ -88,17 +89,6 @@ async def test_a_pinned_file_outside_of_memory_is_never_evicted(tmp_path: Path) 
         assert left == [objects[0].key, objects[7].key]
 
 
-async def test_a_file_outside_of_memory_goes_along_with_a_rename(tmp_path: Path) -> None:
-    objects, new = some(10), version("new", SIZE)
-    async with cache_in(tmp_path, most_in_memory=2) as parts:
-        await fill(parts, objects)
-        assert await parts.cache.move(objects[0], new)
-        file = parts.cache.pin(new)
-        assert await parts.cache.ensure_open(file)
-        assert file.is_complete
-        parts.cache.unpin(file)
-
-
 async def test_copies_of_versions_that_the_bucket_has_no_more_are_removed(tmp_path: Path) -> None:
     objects = some(10)
     async with cache_in(tmp_path, most_in_memory=2) as parts:
@@ -123,6 +113,7 @@ NEW = version("new", MIB)
 
 async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
     """Also where both names reach the catalog in one batch, or the catalog had the old one."""
+    again, against = version("again", MIB), version("against", MIB)
     other, newer, newest = version("other", MIB), version("newer", MIB), version("newest", MIB)
     async with cache_in(tmp_path) as parts:
         await parts.fetch(OLD)
@@ -131,6 +122,9 @@ async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
         await parts.cache.move(OLD, NEW)
         await parts.cache.move(NEW, newest)
         await parts.cache.move(other, newer)
+        await parts.fetch(again)
+        async with recording(parts):
+            assert await parts.cache.move(again, against)
         used = parts.quota.used
         await parts.cache.record()
         assert parts.quota.used == used
@@ -138,20 +132,18 @@ async def test_a_restart_finds_it_under_the_new_key(tmp_path: Path) -> None:
         assert parts.quota.used == used
         assert await parts.read(newest, 0, MIB) == content(OLD)
         assert await parts.read(newer, 0, MIB) == content(other)
+        assert await parts.read(against, 0, MIB) == content(again)
         assert parts.bucket.requested == []
+        assert len(parts.cache) == 3
 
 
-async def test_a_restart_finds_what_was_renamed_while_it_was_recorded(tmp_path: Path) -> None:
+async def test_no_query_looks_for_the_large_files_among_very_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusefs.cache.catalog.PAGE", 2)
     async with cache_in(tmp_path) as parts:
-        await parts.fetch(OLD)
-        async with recording(parts):
-            assert await parts.cache.move(OLD, NEW)
-        await parts.cache.record()
-        assert parts.quota.used == MIB
-    async with cache_in(tmp_path) as parts:
-        assert await parts.read(NEW, 0, MIB) == content(OLD)
-        assert parts.bucket.requested == []
-        assert len(parts.cache) == 1
+        await fill(parts, [*some(5), OLD])
+        assert sorted([len(page) async for page in parts.cache.residency.pages(SIZE)]) == [0, 0, 1]
 
 
 async def test_what_is_missing_comes_from_the_new_key(parts: Parts) -> None:

@@ -13,6 +13,7 @@ import trio.testing
 from fusefs.daemon.jobs import cache_warmer
 from fusefs.daemon.jobs.cache_warmer import CacheWarmer, JobSpec
 from fusefs.daemon.jobs.selection import Selector
+from fusefs.posix.namespace.relocate import Relocator
 from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
@@ -26,7 +27,7 @@ def faulty(what: str, _key: str) -> None:
         raise AssertionError("a fault")
 
 
-async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_record(
+async def test_a_fault_ends_a_job_and_not_each_daemon_that_finds_it_on_record(
     tmp_path: Path,
 ) -> None:
     bucket = WideBucket(["a"])
@@ -36,6 +37,41 @@ async def test_a_fault_ends_a_warm_job_and_not_each_daemon_that_finds_it_on_reco
         await job.ended.wait()
         assert "fault" in (job.why or "")
         await eventually(lambda: jobs.warmer._record.read_text() == "[]")
+        look = jobs.copies.job("a", is_new=True)
+        await eventually(lambda: look.has_ended)
+        assert "fault" in (look.why or "")
+
+
+async def test_the_catalog_is_asked_for_many_cached_files_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = WideBucket([f"dir/{number:02}" for number in range(60)])
+    versions = {key: info(key).version for key in bucket.keys}
+    async with jobs_in(tmp_path, bucket) as jobs:
+        cache, queries = jobs.parts.cache, []
+        for one in versions.values():
+            await jobs.parts.fetch(one)
+        load, cache.residency._most = cache.residency._load, 0
+        monkeypatch.setattr(cache.residency, "_load", lambda read: queries.append(0) or load(read))
+
+        async def unload() -> None:
+            await cache.record()
+            cache.order._latest.clear()
+            await cache.residency.unload(lambda _file: None)
+
+        await unload()
+        job = await jobs.warmer.start(JobSpec("dir"))
+        await job.ended.wait()
+        assert (job.done_files, len(queries)) == (60, 1)
+        await unload()
+        mover = Relocator.__new__(Relocator)
+        mover._cache = cache
+        assert not await mover.move_cached({versions[key]: info(f"new/{key}") for key in versions})
+        assert len(queries) == 2
+        file = cache.pin(info("new/dir/59").version)
+        assert await cache.ensure_open(file)
+        assert file.is_complete
+        cache.unpin(file)
 
 
 async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
@@ -108,23 +144,11 @@ async def test_an_empty_file_is_as_local_as_any_that_was_fetched(tmp_path: Path)
         assert warming.done_files == 2
         shown = jobs.copies.job("dir", is_new=True)
         await eventually(lambda: shown.has_ended)
-        assert (
-            shown.counts["files"],
-            shown.counts["local_files"],
-            shown.counts["local_bytes"],
-        ) == (2, 2, 1)
+        counts = [shown.counts[name] for name in ("files", "local_files", "local_bytes")]
+        assert counts == [2, 2, 1]
         dropping = jobs.copies.job("dir", is_new=True, drops=True)
         await eventually(lambda: dropping.has_ended)
         assert (dropping.counts["dropped_files"], dropping.counts["in_use_files"]) == (1, 0)
-
-
-async def test_a_fault_ends_a_look_at_the_cache_and_not_the_daemon(tmp_path: Path) -> None:
-    bucket = WideBucket(["a"])
-    bucket.before = faulty
-    async with jobs_in(tmp_path, bucket) as jobs:
-        job = jobs.copies.job("a", is_new=True)
-        await eventually(lambda: job.has_ended)
-        assert "fault" in (job.why or "")
 
 
 class SlowFiller:
