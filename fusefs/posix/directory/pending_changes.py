@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +40,8 @@ class PendingChanges:
     def __init__(self) -> None:
         # By prefix and name: the changes that last, and the recent ones with their times.
         self._lasting: dict[str, dict[str, Entry | Absent]] = {}
+        # The sorted positions of the lasting changes, by prefix.
+        self._positions: dict[str, list[str]] = {}
         self._recent: dict[str, dict[str, tuple[Entry | Absent, float]]] = {}
         # Time, prefix, name, and whether the bucket has the change; the oldest first.
         self._order: deque[tuple[float, str, str, bool]] = deque()
@@ -71,10 +73,10 @@ class PendingChanges:
         self._forget_before(now - KEPT_S)
         if isinstance(entry, Absent) and prefix + name in self.leaving:
             lasting, entry = True, ABSENT
+        self.landed(prefix, name)
         if lasting:
             self._lasting.setdefault(prefix, {})[name] = entry
-        else:
-            _drop(self._lasting, prefix, name)
+            insort(self._positions.setdefault(prefix, []), names.position(name))
         self._recent.setdefault(prefix, {})[name] = entry, now
         is_only_begun = lasting and isinstance(entry, ObjectInfo) and not entry.etag
         self._order.append((now, prefix, name, not is_only_begun))
@@ -83,7 +85,12 @@ class PendingChanges:
 
     def landed(self, prefix: str, name: str) -> None:
         """Note that the bucket has a name's last change, which is no longer `lasting`."""
-        _drop(self._lasting, prefix, name)
+        if name in self._lasting.get(prefix, {}):
+            _drop(self._lasting, prefix, name)
+            positions = self._positions[prefix]
+            del positions[bisect_left(positions, names.position(name))]
+            if not positions:
+                del self._positions[prefix]
 
     def _forget_before(self, oldest: float, most: int = 0) -> None:
         """Forget the changes before a time, except the latest `most` changes."""
@@ -151,8 +158,11 @@ class PendingChanges:
         for name, (entry, at) in self._recent.get(prefix, {}).items():
             if at >= segment.fetched:
                 put(segment, name, entry)
-        for name, entry in self._lasting.get(prefix, {}).items():
-            put(segment, name, entry)
+        positions = self._positions.get(prefix, [])
+        stop = len(positions) if segment.stop is None else bisect_right(positions, segment.stop)
+        for position in positions[bisect_right(positions, segment.start) : stop]:
+            name = position.removesuffix("/")
+            put(segment, name, self._lasting[prefix][name])
 
     def move(self, old: str, new: str) -> None:
         """Note a directory's rename; changes that the bucket lacks get the new prefix."""
@@ -170,6 +180,8 @@ class PendingChanges:
                 for name, entry in self._lasting.pop(prefix).items()
             }
             self._lasting[target] = along | self._lasting.get(target, {})
+            del self._positions[prefix]
+            self._positions[target] = sorted(map(names.position, self._lasting[target]))
 
 
 def _drop(changes: dict[str, dict[str, Kept]], prefix: str, name: str) -> None:

@@ -1,5 +1,6 @@
 """Changes that wait for others, and changes that walks meet."""
 
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from fusefs.posix.directory import pending_changes
 from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.pending_changes import KEPT_S, PendingChanges
-from fusefs.posix.directory.segment import ABSENT
+from fusefs.posix.directory.segment import ABSENT, Segment
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
@@ -148,21 +149,19 @@ async def removals(store: MemoryStore, directory: Path) -> AsyncIterator[Removal
         nursery.cancel_scope.cancel()
 
 
-async def test_a_change_waits_for_the_removals_that_are_sent_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_again", [True, False])
+async def test_a_change_waits_for_a_removal_that_is_sent_with_others_or_tried_again(
+    tmp_path: Path, *, is_again: bool
+) -> None:
     store = HeldStore(Held())
     store.put("a/file")
+    etag = store.objects["a/file"].info.etag
     async with removals(store, tmp_path) as sent:
-        with served():  # as the request of the program that removes, which does not wait
-            assert sent.try_defer("a/file", store.objects["a/file"].info.etag)
-        await assert_waits_for(store.held, lambda: sent.flush("a/file"))
-    assert store.contents() == {}
-
-
-async def test_a_change_waits_for_a_removal_that_is_tried_again(tmp_path: Path) -> None:
-    store = HeldStore(Held())
-    store.put("a/file")
-    async with removals(store, tmp_path) as sent:
-        sent.adopt("a/file", store.objects["a/file"].info.etag, time.time_ns(), is_on_record=False)
+        if is_again:
+            sent.adopt("a/file", etag, time.time_ns(), is_on_record=False)
+        else:
+            with served():  # as the request of the program that removes, which does not wait
+                assert sent.try_defer("a/file", etag)
         await assert_waits_for(store.held, lambda: sent.flush("a/file"))
     assert store.contents() == {}
 
@@ -182,9 +181,11 @@ async def test_a_removal_that_failed_is_waited_for_by_itself(tmp_path: Path) -> 
     assert store.contents() == {}
 
 
-async def test_a_walk_that_rests_shows_what_was_changed_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("later_s", "others"), [(2 * KEPT_S, 1), (0.0, 50)])
+async def test_a_walk_that_rests_shows_what_was_changed_before_long_or_very_many_others(
+    monkeypatch: pytest.MonkeyPatch, later_s: float, others: int
 ) -> None:
+    monkeypatch.setattr(pending_changes, "MOST_KEPT", 10)
     keys = [f"top/{folder}/{name}" for folder in "abcdefgh" for name in "123"]
     bucket = Bucket(keys, page_size=5)
     elapsed = 0.0
@@ -203,8 +204,9 @@ async def test_a_walk_that_rests_shows_what_was_changed_meanwhile(
         for folder in "efg":
             bucket.keys.remove(f"top/{folder}/1")
             directories.changed(f"top/{folder}/", "1", ABSENT)
-        elapsed = 2 * KEPT_S
-        directories.changed("top/h/", "4", ABSENT)
+        elapsed = later_s
+        for number in range(others):
+            directories.changed("other/", f"{number}", ABSENT)
         for folder in "efg":
             assert await names_in(directories, folder) == ["2", "3"]
             await wait_all_tasks_blocked()
@@ -229,16 +231,6 @@ async def test_what_a_page_has_left_for_the_next_one_is_not_shown_when_it_is_out
         assert "a" not in second.entries
 
 
-def test_of_very_many_removals_a_bounded_number_is_known_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pending_changes, "MOST_KEPT", 100)
-    local = PendingChanges()
-    for number in range(1000):
-        local.set("dir/", f"file{number}", ABSENT, lasting=False)
-    assert local.removed("dir/") == [f"file{number}" for number in range(900, 1000)]
-
-
 async def test_a_listing_under_way_shows_changes_before_very_many_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,26 +250,22 @@ async def test_a_listing_under_way_shows_changes_before_very_many_others(
         segment = await directories.segment_behind(directories.get(""), "", time.monotonic())
         assert segment.ordered == ["new", "stays"]
         directories.changed("other/", "50", ABSENT)
-        assert len(directories.pending_changes.removed("other/")) == 10
+        known = [f"{number}" for number in range(41, 51)]
+        assert directories.pending_changes.removed("other/") == known
 
 
-async def test_a_walk_that_rests_shows_changes_before_very_many_others(
+def test_a_page_gets_the_lasting_changes_of_its_own_names_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pending_changes, "MOST_KEPT", 10)
-    bucket = Bucket([f"top/{folder}/{name}" for folder in "abcdefgh" for name in "123"], 5)
-
-    async with listings(bucket) as directories:
-        for folder in "abcd":  # a walk: what is listed ends within e
-            await directories.segment_behind(directories.get(f"top/{folder}/"), "", 0.0)
-            await wait_all_tasks_blocked()
-        for folder in "efg":
-            bucket.keys.remove(f"top/{folder}/1")
-            directories.changed(f"top/{folder}/", "1", ABSENT)
-        for number in range(50):
-            directories.changed("other/", f"{number}", ABSENT)
-        for folder in "efg":
-            directory = directories.get(f"top/{folder}/")
-            segment = await directories.segment_behind(directory, "", time.monotonic())
-            assert segment.ordered == ["2", "3"]
-            await wait_all_tasks_blocked()
+    local, page = PendingChanges(), Segment("b/", "m/", {}, fetched=math.inf)
+    for prefix in ("old/", "new/", "d/"):
+        for name in ("z", "c", "m", "a", "c"):
+            local.set(prefix, name, ObjectInfo(prefix + name, 0, "", 0), lasting=True)
+    local.landed("new/", "c")
+    local.move("old/", "new/")
+    local.set("d/", "c", ABSENT, lasting=False)
+    put: list[str] = []
+    monkeypatch.setattr(pending_changes, "put", lambda _page, name, _entry: put.append(name))
+    for prefix in ("old/", "new/", "d/"):
+        local.apply(prefix, page)
+    assert put == ["c", "m", "m"]
