@@ -42,11 +42,12 @@ class Configuration:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.mountpoint: str = given["mountpoint"]
-        # The path for mount(2): where an automounter waits, another path of the mountpoint.
-        self.mount_at: str = given.get("mount_at", self.mountpoint)
         # The descriptor that locks the mountpoint, held until the mount is made: if the launcher
         # is killed before, no other command mounts on the same directory.
         self.claim: int | None = given.get("claim")
+        # The path for mount(2). The mountpoint's owner may put a symbolic link in its place
+        # meanwhile, and an automounter lets access by the path wait for this mount.
+        self.mount_at = self.mountpoint if self.claim is None else f"/proc/self/fd/{self.claim}"
         self.source: str = given["source"]
         # The options of mount(2) except fd=, and its MS_ flags.
         self.mount_data: str = given["mount_data"]

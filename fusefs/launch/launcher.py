@@ -162,6 +162,8 @@ def _claim(mountpoint: Path) -> Iterator[int]:
     with closing(os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as directory:
         if not try_lock(directory):
             raise LaunchError(f"{mountpoint} is just being mounted by another command")
+        if (place := os.readlink(f"/proc/self/fd/{directory}")) != os.fspath(mountpoint):
+            raise LaunchError(f"{mountpoint} leads to {place} now; mount there if that is right")
         refuse_mounted(mountpoint)
         yield directory
 
@@ -195,10 +197,6 @@ def _spawn(
     except OSError as error:
         raise LaunchError(f"can't use the cache directory {cache}: {error.strerror}") from error
     configuration = _keeper_configuration(settings, user, supervisor, environment)
-    if mountinfo.has_automount(settings.mountpoint):
-        # Access by the path waits for this mount, except for the automounter's process group.
-        # This process may be in that group; the keeper never is.
-        configuration["mount_at"] = f"/proc/{os.getpid()}/fd/{directory}"
     configuration["claim"] = directory
     return _popen(KEEPER, json.dumps(configuration), log, environment, (directory,))
 

@@ -45,6 +45,9 @@ def test_only_another_command_is_named_as_another_command(tmp_path: Path) -> Non
     # A fork's error where there are too many processes.
     with pytest.raises(BlockingIOError), launcher._claim(tmp_path):
         raise BlockingIOError(errno.EAGAIN, "no process")
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(LaunchError, match=f"leads to {tmp_path}"):
+        launcher._claim(tmp_path / "link").__enter__()
 
 
 def test_an_answer_of_a_daemon_has_an_end() -> None:

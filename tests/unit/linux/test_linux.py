@@ -1,6 +1,7 @@
 """Linux's own tables and services: mounts, files, processes, journals of ended mounts, systemd."""
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import threading
@@ -136,18 +137,8 @@ def test_journals_of_mounts_that_have_ended_are_removed(
 
 def oom_score_adjustment() -> int:
     """That of a process that yields memory."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            processes.yield_memory()
-            os.write(writer, Path("/proc/self/oom_score_adj").read_bytes())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(pid, 0)
-    with open(reader) as answer:
-        return int(answer.read())
+    processes.yield_memory()
+    return int(Path("/proc/self/oom_score_adj").read_text())
 
 
 @pytest.mark.parametrize(
@@ -172,7 +163,8 @@ def test_a_process_that_takes_its_whole_group_along_yields_no_memory(
     monkeypatch.setattr(processes, "CGROUP_FILE", str(tmp_path / "cgroup"))
     monkeypatch.setattr(processes, "CGROUPS", str(tmp_path / "groups"))
     usual = int(Path("/proc/self/oom_score_adj").read_text())
-    assert oom_score_adjustment() == (500 if yields else usual)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(oom_score_adjustment) == (500 if yields else usual)
 
 
 @pytest.fixture
