@@ -31,7 +31,7 @@ from fusefs.keeper.exchange import parse
 from fusefs.launch import control, log_location, registry, users
 from fusefs.launch.preflight import LaunchError, refuse_mounted
 from fusefs.linux import mountinfo, unmount
-from fusefs.linux.files import closing, try_lock
+from fusefs.linux.files import closing, open_in_place, try_lock
 from fusefs.linux.mount import READ_AHEAD_KIB, may_mount, mount_arguments
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import SessionKind
@@ -192,8 +192,9 @@ def _spawn(
     cache = settings.cache_dir
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not user.is_own and not any(cache.iterdir()):
-            os.chown(cache, user.uid, user.gid)
+        if not user.is_own and cache.stat().st_uid != user.uid and not any(cache.iterdir()):
+            with closing(open_in_place(cache, os.O_RDONLY | os.O_DIRECTORY)) as cache_fd:
+                os.fchown(cache_fd, user.uid, user.gid)
     except OSError as error:
         raise LaunchError(f"can't use the cache directory {cache}: {error.strerror}") from error
     configuration = _keeper_configuration(settings, user, supervisor, environment)

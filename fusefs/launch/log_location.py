@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from fusefs.launch.preflight import LaunchError
+from fusefs.linux.files import open_in_place
 from fusefs.settings.mount import MountSettings
 
 # The longest log name in bytes (file systems allow 255); a longer name loses its beginning.
@@ -39,7 +40,7 @@ def opened(path: Path | None) -> Iterator[IO[bytes]]:
         return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_in_place(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError as error:
         raise LaunchError(f"the log {path} cannot be written: {error.strerror}") from error
     with open(descriptor, "ab") as log:

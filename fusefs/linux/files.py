@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
@@ -22,6 +23,18 @@ def absolute(path: Path) -> Path:
     except FileNotFoundError:
         text = "the working directory is not there any more; change to another"
         raise OSError(errno.ENOENT, text, str(path)) from None
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Open a path; root follows no symbolic link that a user may have made. Raises OSError."""
+    above = map(os.stat, path.parents if os.geteuid() == 0 else ())
+    is_shared = any(found.st_uid or found.st_mode & stat.S_IWOTH for found in above)
+    no_follow = os.O_NOFOLLOW if is_shared else 0
+    fd = os.open(path, flags | no_follow | os.O_CLOEXEC, 0o600)
+    if is_shared and os.readlink(f"/proc/self/fd/{fd}") != os.path.normpath(path):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "a user may have put a symbolic link into its path")
+    return fd
 
 
 def replace(

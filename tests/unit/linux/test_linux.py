@@ -90,6 +90,16 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path: Pa
     assert not path.is_symlink()
 
 
+@pytest.mark.root
+@pytest.mark.parametrize(("name", "flags"), [("link", os.O_DIRECTORY), ("link/log", os.O_CREAT)])
+def test_root_follows_no_link_of_a_user(tmp_path: Path, name: str, flags: int) -> None:
+    os.chown(tmp_path, 12345, -1)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"symbolic link|Not a directory"):
+        files.open_in_place(tmp_path / name, flags)
+    os.close(files.open_in_place(Path("/dev/fd"), os.O_DIRECTORY))  # the link is root's
+
+
 def test_a_file_that_cannot_be_replaced_keeps_its_content_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
@@ -100,20 +110,14 @@ def test_a_file_that_cannot_be_replaced_keeps_its_content_and_leaves_nothing(
     assert os.listdir(tmp_path) == ["record"]
 
 
-@pytest.fixture
-def own_name() -> Iterator[Path]:
-    """The file that names this thread."""
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-    before = path.read_bytes()
-    yield path
-    path.write_bytes(before)
-
-
-def test_a_name_that_the_kernel_cuts_inside_a_character_hides_no_process(own_name: Path) -> None:
+def test_a_name_that_the_kernel_cuts_inside_a_character_hides_no_process() -> None:
+    own_name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    before = own_name.read_bytes()
     own_name.write_bytes("загрузка данных".encode())
     with pytest.raises(UnicodeDecodeError):
         own_name.read_text()
     assert callers.fate(threading.get_native_id()) == LIVES
+    own_name.write_bytes(before)
 
 
 @pytest.mark.parametrize("has_fusectl", [True, False])
