@@ -439,8 +439,9 @@ class CreateRemove(MountPart):
         """Wait until the removals below a directory are done, and are safe against a power cut."""
         await self._writer.removals.flush_below(self._inodes.key(directory))
         if self._rules.may_be_local:
+            staging = self._writer.staging
             with stage(WaitCause.CACHE_DISK):
-                await trio.to_thread.run_sync(self._writer.staging.sync_names)
+                await trio.to_thread.run_sync(staging.sync_names, limiter=staging.syncing)
 
     async def _is_empty(self, prefix: str) -> bool:
         await self._writer.removals.flush_below(prefix)

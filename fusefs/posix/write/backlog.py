@@ -118,11 +118,12 @@ class Backlog:
                 await self._deferred.drain()
                 await self._removals.drain()
                 nursery.cancel_scope.cancel()
+        to_close = set(finished)
         for staged in self._staging:
             if not staged.is_dirty:
                 self._staging.release(staged)
                 continue
-            if staged in finished:
+            if staged in to_close:
                 self._staging.close(staged)
             logger.error("%s is not in the bucket; kept in %s", staged.key, staged.path)
         for entry in self._deferred.pending(""):

@@ -27,6 +27,8 @@ from fusefs.store.checksum import crc32
 ATTRIBUTE = "user.fusefs.sum"
 # A content of at most this size is read in less time than a thread switch takes.
 SMALL = 128 << 10
+# Not the default limiter, whose threads write what programs wait to read. Closes wait for `note`.
+_noting, _checking = trio.CapacityLimiter(16), trio.CapacityLimiter(4)
 
 
 async def note(staged: StagedFile) -> None:
@@ -34,7 +36,7 @@ async def note(staged: StagedFile) -> None:
     if staged.sum is not None or staged.base is not None or staged.lock.locked():
         return
     changes = staged.changes
-    found = await _sum_of(staged)
+    found = await _sum_of(staged, _noting)
     # A thread that is writing holds the lock. A released file's descriptor may be another file's.
     is_same = staged.changes == changes and staged.inode.staged is staged
     if is_same and staged.base is None and not (staged.lock.locked() or staged.may_be_mapped):
@@ -61,7 +63,7 @@ def forget(staged: StagedFile) -> None:
 async def check(staged: StagedFile) -> None:
     """Compare a file's content with its checksum, if it has one; raise EIO if they differ."""
     expected = staged.sum
-    if expected is None or await _sum_of(staged) == expected or staged.sum != expected:
+    if expected is None or await _sum_of(staged, _checking) == expected or staged.sum != expected:
         return
     raise OSError(
         errno.EIO,
@@ -70,13 +72,13 @@ async def check(staged: StagedFile) -> None:
     )
 
 
-async def _sum_of(staged: StagedFile) -> int:
+async def _sum_of(staged: StagedFile, limiter: trio.CapacityLimiter) -> int:
     size = staged.size()
     if size <= SMALL:
         return crc32(memoryview(os.pread(staged.fd, size, 0)))
     # The file may be uploaded, and released, while this waits for the disk.
     with closing(os.dup(staged.fd)) as fd:
-        return await trio.to_thread.run_sync(_content_sum, fd)
+        return await trio.to_thread.run_sync(_content_sum, fd, limiter=limiter)
 
 
 def _content_sum(fd: int) -> int:

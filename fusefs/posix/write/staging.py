@@ -72,6 +72,7 @@ class Staging:
         # Ids of nodes with a file that was made by `prepare`, and not used yet.
         self._prepared: set[int] = set()
         self.charged = 0
+        self.syncing = trio.CapacityLimiter(16)
         source_file = directory / SOURCE
         if not source_file.exists() or source_file.read_bytes() != source.encode():
             source_file.write_text(source)  # only if new: the disk may be full by now
@@ -312,7 +313,7 @@ class Staging:
                 record = staging_record.full(staged) if has_file else staged.recorded
                 sync = partial(self._sync, staged, fd, record if has_file else None)
                 with stage(WaitCause.CACHE_DISK):
-                    await trio.to_thread.run_sync(sync)
+                    await trio.to_thread.run_sync(sync, limiter=self.syncing)
                 now = staged.inode.staged
                 if now is not staged:
                     break

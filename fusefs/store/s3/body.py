@@ -22,6 +22,7 @@ from fusefs.store.engine.engine import FileBody
 from fusefs.store.errors import StoreError
 
 PIECE = 1 << 20
+_summing = trio.CapacityLimiter(16)  # the threads of the default one write what programs read
 
 
 class Sums(NamedTuple):
@@ -62,7 +63,9 @@ async def sums_of_body(body: bytearray | FileBody, *, with_md5: bool) -> Sums:
     """
     if isinstance(body, bytearray):
         return sums_of((body,), with_md5=with_md5)
-    return await trio.to_thread.run_sync(lambda: sums_of(_pieces(body), with_md5=with_md5))
+    return await trio.to_thread.run_sync(
+        lambda: sums_of(_pieces(body), with_md5=with_md5), limiter=_summing
+    )
 
 
 def _pieces(body: FileBody) -> Iterator[memoryview]:

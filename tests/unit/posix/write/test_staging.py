@@ -160,9 +160,12 @@ async def test_with_local_durability_each_close_is_safe_on_the_disk(
     monkeypatch.setattr(os, "fsync", fsync)
     async with mount.serving(durability=LOCAL) as process:
         fh = await process.create("log", b"one")
-        await process.writer.flusher.flush(fh)  # a child that was forked has ended
-        await process.write(fh, 3, b" two")
-        await process.writer.flusher.flush(fh)
+        downloads = trio.to_thread.current_default_thread_limiter()
+        downloads.total_tokens = 1
+        async with downloads:  # while they wait for the disk
+            await process.writer.flusher.flush(fh)  # a child that was forked has ended
+            await process.write(fh, 3, b" two")
+            await process.writer.flusher.flush(fh)
     # With the first one the file that names the bucket.
     assert synced == [b"one", b"test", b"one two"]
 
