@@ -479,6 +479,7 @@ class Daemon:
             prefix=settings.source.prefix,
             fails_on_conflict=settings.conflict == Conflict.FAIL,
             may_delete=not settings.no_delete,
+            uploads=2 * self.store.requester.settings.max_streams,
         )
         return Writing(staging, renames, self._nursery, rules, self.evictor.tend, aborts)
 

@@ -35,7 +35,7 @@ DELETE = "DELETE"
 
 # In bytes. The longest key has 1,024; an ETag has 34, or a few more with the count of parts.
 SLOT = 1536
-# The initial slots: a mount with the default number of connections needs no more at once.
+# The initial slots; the file grows if more changes are under way at once.
 SLOTS = 64
 # CRC of the rest of the slot, and its length in bytes.
 _HEAD = struct.Struct("<II")

@@ -22,6 +22,8 @@ class WriteRules:
     prefix: str = ""
     fails_on_conflict: bool = False
     may_delete: bool = True
+    # The most files that are uploaded at once although no program waits for them.
+    uploads: int = 80
 
     def durability_of(self, key: str) -> Durability:
         """The durability that a key's file has when fsync and close return."""

@@ -2,7 +2,8 @@
 
 Each upload is a task of its own, which continues if a request that waits for it is cancelled (for
 example because its program is killed). The task holds the file's lock, so that writes wait and no
-object is a mix of two contents. upload_steps.py sends the requests.
+object is a mix of two contents. upload_steps.py sends the requests. Uploads for which no program
+waits queue for a limited number of places, so that programs do not wait behind a backlog.
 
 A file that is written from its start on is sent while it grows: each
 part as soon as it is full, so that close has to wait for the last parts only.
@@ -18,7 +19,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import trio
@@ -70,6 +71,7 @@ class UploadAttempt:
 
     A background upload, of an open file, is stopped after BACKGROUND_S, as writes wait for it.
     `hurry` cuts an upload's delay short; `error` is the error of a failed upload once it is `done`.
+    `queueing` is cancelled once a program waits for the upload.
     """
 
     work: Work
@@ -78,6 +80,7 @@ class UploadAttempt:
     hurry: trio.Event = field(default_factory=trio.Event)
     error: Exception | None = None
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    queueing: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_cancellable: bool = True
 
     def commit(self) -> None:
@@ -128,6 +131,7 @@ class Uploader(UploadSteps):
         self._set_aside = set_aside
         self._unanswered = store.unanswered
         self._is_local = writing.rules.is_local
+        self._places = trio.Semaphore(writing.rules.uploads)
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
@@ -142,6 +146,7 @@ class Uploader(UploadSteps):
         while staged.is_dirty and (staged.uploaded < wanted or staged.is_meta_dirty):
             attempt = self._attempts.get(staged) or self.start(staged)
             attempt.hurry.set()
+            attempt.queueing.cancel()
             with attempt.work.awaited():
                 await attempt.done.wait()
             if attempt.error is not None:
@@ -224,11 +229,9 @@ class Uploader(UploadSteps):
             if delay_s:
                 await self._until_left_alone(staged, attempt, delay_s)
             while staged.is_dirty:
-                if attempt.is_background and not attempt.hurry.is_set():
-                    attempt.scope.deadline = trio.current_time() + BACKGROUND_S
                 with attempt.scope, attempt.work.doing():
                     try:
-                        async with self._locked_to_send(staged):
+                        async with self._locked_to_send(staged, attempt):
                             await self._upload(staged, attempt)
                         break
                     except CredentialsError as error:
@@ -281,22 +284,29 @@ class Uploader(UploadSteps):
         self._quiet_at = trio.current_time() + QUIET_S
 
     @asynccontextmanager
-    async def _locked_to_send(self, staged: StagedFile) -> AsyncIterator[None]:
-        """Hold a file's lock, once no rename of a directory is in the way of its key."""
+    async def _locked_to_send(
+        self, staged: StagedFile, attempt: UploadAttempt | None = None
+    ) -> AsyncIterator[None]:
+        """Hold a place, if it is needed, and a file's lock, once no rename blocks its key."""
         while True:
             await self._prefix_lock.until_open_at(lambda: staged.key)
-            # A free lock is taken at once; `acquire` would cost two turns of the event loop.
-            if staged.lock.locked():
-                await staged.lock.acquire()
-            else:
-                staged.lock.acquire_nowait()
-            if self._prefix_lock.is_open_at(staged.key):
-                break
-            staged.lock.release()
-        try:
-            yield
-        finally:
-            staged.lock.release()
+            with ExitStack() as held:
+                # Before the lock, for which writes to the file and renames wait.
+                if attempt is not None and not attempt.queueing.cancel_called:
+                    with trio.CancelScope() as attempt.queueing:
+                        await self._places.acquire()
+                        held.callback(self._places.release)
+                    if attempt.is_background and not attempt.hurry.is_set():
+                        attempt.scope.deadline = trio.current_time() + BACKGROUND_S
+                # A free lock is taken at once; `acquire` would cost two turns of the event loop.
+                if staged.lock.locked():
+                    await staged.lock.acquire()
+                else:
+                    staged.lock.acquire_nowait()
+                held.callback(staged.lock.release)
+                if self._prefix_lock.is_open_at(staged.key):
+                    yield
+                    return
 
     async def _upload(self, staged: StagedFile, attempt: UploadAttempt) -> None:
         """Upload a locked file; after a conflict, retry, use another key, or set the file aside."""

@@ -186,8 +186,9 @@ class Requester:
         # The connections that may transfer large bodies, which take buffers.
         streams = min(settings.max_streams, settings.max_connections)
         self._streams = ConnectionBudget(streams, engine.nursery, self.connections)
-        # The number of small bodies in memory at a time; other bodies are on the disk.
-        self.small_bodies = trio.Semaphore(2 * streams)
+        # The number of small bodies in memory at a time; other bodies are on the disk. Uploads for
+        # which no program waits take at most half of it (daemon/main.py).
+        self.small_bodies = trio.Semaphore(4 * streams)
         self.engine = engine
         self.source = AccessSource(settings, engine.nursery)
         self.counted: Counter[str] = Counter()

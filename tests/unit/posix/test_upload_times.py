@@ -1,7 +1,6 @@
 """Uploads that a close does not wait for: when they begin, and when they no longer may."""
 
 import os
-from pathlib import Path
 
 import pytest
 import trio
@@ -21,9 +20,15 @@ async def go_on_closing(process: Process) -> None:
         await trio.sleep(QUIET_S / 2)
 
 
-async def sent_after_s(directory: Path, *, limit: int | None) -> float:
-    """Until the upload of a file is begun while others are closed, in seconds of trio's clock."""
-    mount, sent = MortalMount(directory), trio.Event()
+@states(
+    "With `--durability local`, uploads wait while programs close one file after the other, "
+    "5 s at most, unless half of `--staging-size` is used."
+)
+@pytest.mark.parametrize(("limit", "waits_s"), [(None, 5.0), (100, 5.0), (13, LATER_S)])
+async def test_an_upload_waits_while_others_are_closed(
+    mount: MortalMount, autojump_clock: MockClock, limit: int | None, waits_s: float
+) -> None:
+    sent = trio.Event()
     mount.store.before = lambda _what, _key: sent.set()
     async with mount.serving(durability=LOCAL) as process, trio.open_nursery() as nursery:
         process.writer.staging._limit = limit
@@ -32,18 +37,7 @@ async def sent_after_s(directory: Path, *, limit: int | None) -> float:
         nursery.start_soon(go_on_closing, process)
         await sent.wait()
         nursery.cancel_scope.cancel()
-        return trio.current_time() - begun
-
-
-@states(
-    "With `--durability local`, uploads wait while programs close one file after the other, "
-    "5 s at most, unless half of `--staging-size` is used."
-)
-@pytest.mark.parametrize(("limit", "waits_s"), [(None, 5.0), (100, 5.0), (13, LATER_S)])
-async def test_an_upload_waits_while_others_are_closed(
-    tmp_path: Path, autojump_clock: MockClock, limit: int | None, waits_s: float
-) -> None:
-    assert await sent_after_s(tmp_path, limit=limit) == pytest.approx(waits_s)
+        assert trio.current_time() - begun == pytest.approx(waits_s)
 
 
 async def test_a_delayed_upload_that_is_given_up_sends_no_other_file(

@@ -18,6 +18,7 @@ from fusefs.posix.directory.segment import ABSENT, Segment
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
+from fusefs.posix.write import flush
 from fusefs.posix.write.removals import MANY, Removals
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
@@ -25,7 +26,8 @@ from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
 from tests.support.local_cache import Bucket
 from tests.support.memory_store import MemoryStore, failing
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import LOCAL, MortalMount
+from tests.support.waiting import eventually
 from tests.unit.posix.test_directories import listings
 
 # A cause that nothing else has in these tests.
@@ -93,6 +95,30 @@ async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
         await assert_waits_for(held, lambda: process.write(fh, 0, b"CON"))
         await process.close(fh)
     assert mount.store.contents() == {"file": b"CONtent"}
+
+
+async def test_programs_do_not_wait_behind_uploads_that_no_program_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush, "LATER_S", 0.01)
+    held, mount = Held(), MortalMount(tmp_path)
+    store = mount.store = HeldStore(held)
+    async with mount.serving(durability=LOCAL, uploads=2) as process:
+        for name in "abcdef":
+            await process.save(name, name.encode())
+            await eventually(lambda: store.count("PUT") == min(2, len(process.writer.staging)))
+        process.writer.backlog.hurry("")  # as `fusefs sync` does
+        await wait_all_tasks_blocked()
+        await process.rename("c", "new")
+        await process.unlink("d")
+        await process.overwrite("e", b"longer")
+        (last,) = process.writer.backlog.files("f")
+        with trio.move_on_after(0.1):  # the program is killed then
+            await process.writer.uploads.wait(last)
+        assert [key for what, key in store.requests if what == "PUT"] == ["a", "b", "f"]
+        held.may_end.set()
+        await eventually(lambda: not process.writer.staging.pending)
+    assert store.contents() == {"a": b"a", "b": b"b", "new": b"c", "e": b"longer", "f": b"f"}
 
 
 @asynccontextmanager
