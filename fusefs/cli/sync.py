@@ -15,6 +15,8 @@ from fusefs.linux import files, mountinfo
 from fusefs.settings.display import human_size
 
 POLL_S = 0.2
+# With many files the daemon takes long to answer: the pause is four times as long, up to this.
+LONGEST_POLL_S = 5.0
 # The longest wait for the replacement of a dead daemon.
 NEXT_DAEMON_S = 30.0
 MOST_SHOWN = 5
@@ -98,7 +100,7 @@ def wait(
         left = f"{answer['pending_files']:,} files, {human_size(answer['pending_bytes'])} left"
         show_line(left)
         message["start"] = False
-        time.sleep(POLL_S)
+        time.sleep(min(max(POLL_S, 4 * (last_answer - sent)), LONGEST_POLL_S))
 
 
 def describe(files: list[dict[str, Any]]) -> str:

@@ -193,7 +193,6 @@ def _writing(daemon: Daemon) -> dict[str, Any] | None:
         "renames": mutations.changes.renames.describe(),
         "staged": len(writer.staging),
         "staged_bytes": writer.staging.charged,
-        "staged_strays": len(writer.staging.strays()),
         "late_requests": daemon.unanswered.counters(),
         **pending(writer, ""),
     }

@@ -92,7 +92,7 @@ class PrefixLock:
 
     def is_open_at(self, key: str) -> bool:
         """True if a change of a key would not have to wait."""
-        return not any(closure.covers(key) for closure in self._closures)
+        return not (self._closures and any(closure.covers(key) for closure in self._closures))
 
     def change(self, *names: Name) -> AbstractAsyncContextManager[None]:
         """Hold the lock for a change of these names: no directory above is renamed meanwhile."""

@@ -151,6 +151,8 @@ class Backlog:
                 await ACTIVITY.pause(RETRY_S)
             now = trio.current_time()
             for staged in self._staging.pending:
+                if self._uploads.is_under_way(staged):
+                    continue
                 if staged.inode.writing:
                     is_due = staged.is_content_dirty and now >= staged.since + pause_s(
                         staged.size()

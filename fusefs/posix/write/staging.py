@@ -419,14 +419,6 @@ class Staging:
         """The ids of nodes for which an earlier process of this mount staged a file."""
         return [int(path.name) for path in staging_record.on_record(self.directory)]
 
-    def strays(self) -> list[Path]:
-        """The contents in the directory without a record; normally there are none."""
-        known = self._files.keys() | self._prepared
-        others = [
-            path for path in staging_record.on_record(self.directory) if int(path.name) not in known
-        ]
-        return [path for path in others if not staging_record.is_recorded(path)]
-
     def set_aside(self, staged: StagedFile) -> Path:
         """Unstage a file, but keep its content; return the new path, which mounts ignore."""
         kept = self.directory / f"edited-{staged.inode.nodeid}"
@@ -457,9 +449,10 @@ class Staging:
         if self._files:
             return
         try:
-            for path in self.strays():
-                logger.warning("%s is on no record, and is removed", path)
-                staging_record.remove_unrecorded(path)
+            for path in staging_record.on_record(self.directory):
+                if int(path.name) not in self._prepared and not staging_record.is_recorded(path):
+                    logger.warning("%s is on no record, and is removed", path)
+                    staging_record.remove_unrecorded(path)
             if remaining := sorted(set(os.listdir(self.directory)) - {SOURCE}):
                 logger.warning("%s is kept for the next mount: %s", self.directory, remaining)
                 return
