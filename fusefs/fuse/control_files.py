@@ -49,7 +49,6 @@ _SHOWN = ("version", "source", "read_only", "cache", "plans", "warming", "stalls
 # The number of lines that are processed before other tasks get their turn.
 _TURN = 500
 _LONGEST_LINE = 8192
-_MOST_BYTES = 2 << 30
 
 # Gives the daemon a command, like its socket (daemon/status.py); OSError if it refuses.
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -185,6 +184,9 @@ class ControlFiles:
                 name = "plan" if text.nodeid == PLAN else "warm"
                 self._refused = {"file": name, "why": text.why, "at": time.time()}
                 logger.warning("what was written to %s/%s is refused: %s", PRIVATE, name, text.why)
+                if text.nodeid == WARM:  # its lines would stay on the cache disk
+                    message = {"command": "warm list", "list": text.list_name, "lines": ""}
+                    await self._ask(message | {"offset": -1})
                 raise
 
 
@@ -199,7 +201,7 @@ class _Text:
         self._separator = self._rest = b""
         self._lines = 0
         self._sent: dict[str, int] = {}  # bytes that were sent, by reader
-        self._list_name = secrets.token_hex(16)
+        self.list_name = secrets.token_hex(16)
 
     async def add(self, data: bytes) -> None:
         """Add data that a program wrote, and process the complete lines.
@@ -224,7 +226,7 @@ class _Text:
                 await self._give(reader, [], is_last=True)
         elif self._sent:
             title = f"{PRIVATE}/warm"
-            await self._ask({"command": "warm", "path": title, "list": self._list_name})
+            await self._ask({"command": "warm", "path": title, "list": self.list_name})
 
     async def _send(self, lines: Sequence[bytes]) -> None:
         of: dict[str, list[str]] = {}
@@ -262,11 +264,9 @@ class _Text:
         self._sent[reader] = offset + sum(len(path.encode()) + 1 for path in paths)
         if self.nodeid == PLAN:
             message = {"command": "plan", "reader": reader, "entries": paths, "is_last": is_last}
-        elif self._sent[reader] > _MOST_BYTES:
-            raise OSError(errno.EINVAL, "a list has 2 GiB at most")
         else:
             lines = "".join(f"{path}\n" for path in paths)
-            message = {"command": "warm list", "list": self._list_name, "lines": lines}
+            message = {"command": "warm list", "list": self.list_name, "lines": lines}
         await self._ask(message | {"offset": offset})
 
 

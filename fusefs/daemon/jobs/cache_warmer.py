@@ -60,6 +60,8 @@ logger = logging.getLogger("fusefs.daemon.jobs.cache_warmer")
 PAGES_AHEAD = 50
 # The number of a list's lines that are looked up together.
 BLOCK_LINES = 20_000
+# The bytes of all lists, which pods may write and no setting limits.
+MOST_LISTED = 2 << 30
 # A time later than each last use: a job that pins may evict any file that is not pinned.
 EVICT_ANYTHING = sys.float_info.max
 # The maximum number of parts that wait until the cluster cache has stored them: 2 GiB. Parts that
@@ -304,7 +306,7 @@ class CacheWarmer:
         return job
 
     async def append(self, list_name: str, offset: int, lines: str) -> None:
-        """Write lines to a list's file at `offset` bytes; lines sent twice are overwritten.
+        """Write lines, perhaps again, at `offset` bytes of a list's file; below 0, remove the file.
 
         Raises:
             ControlError: the list can't be written, or lines before `offset` are missing.
@@ -314,15 +316,24 @@ class CacheWarmer:
             raise ControlError("no list has such a name")
 
         def write() -> None:
+            path, content, used = self._lists / list_name, lines.encode(), 0
+            if offset < 0:
+                path.unlink(missing_ok=True)
+                return
             self._lists.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(self._lists / list_name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for other in self._lists.iterdir():
+                with suppress(FileNotFoundError):  # its job has just ended
+                    used += other.stat().st_size
+            if used + len(content) > MOST_LISTED:
+                raise ControlError("the lists of a mount have 2 GiB together at most")
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with open(fd, "wb") as file:
                 if offset > os.fstat(fd).st_size:
                     raise ControlError(
                         "the list is incomplete, for the daemon was replaced; try again"
                     )
                 file.seek(offset)
-                file.write(lines.encode())
+                file.write(content)
 
         try:
             await trio.to_thread.run_sync(write)

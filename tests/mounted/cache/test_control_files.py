@@ -84,9 +84,8 @@ def test_a_program_gives_a_plan_by_a_file_and_has_paths_warmed(
     assert told(here)["plans"][0]["in_time"] == len(FILES)
     fusefs("drop", here.path)
     assert write(control(here) / "warm", b"train\nno/such\n") == ""
-    until(lambda: told(here)["warming"], "it is begun")
-    until(lambda: told(here)["warming"][-1]["state"] == "ended", "it is warmed")
-    job = told(here)["warming"][-1]
+    until(lambda: [job["state"] for job in told(here)["warming"]] == ["ended"], "it is warmed")
+    [job] = told(here)["warming"]
     assert (job["done_files"], job["failed_files"]) == (len(FILES), 1)
     assert told(here)["refused"] is None
     assert not [key for key in keys(data) if ".fusefs" in key]
@@ -138,6 +137,13 @@ def test_bad_texts_are_refused(mounter: Mounter, data: Bucket) -> None:
             refused = told(here)["refused"]
             assert (refused["file"], refused["why"][: len(why)]) == (name, why)
             assert refused["why"] in here.log.read_text()
+    assert write(control(here) / "warm", b"a\n" * 500 + b"/\n") == "EINVAL"
+    [lists] = here.cache.rglob("warming")
+    assert not any(lists.iterdir())
+    with (lists / "other").open("wb") as other:
+        other.truncate(2 << 30)
+    assert write(control(here) / "warm", b"train\n") == "EINVAL"
+    assert told(here)["refused"]["why"] == "the lists of a mount have 2 GiB together at most"
     assert told(here)["plans"][0]["entries"] == len(FILES)
     assert write(control(here) / "plan", b"no/such\n") == ""
     until(lambda: told(here)["plans"][0]["missing"] == 1, "it is looked up")
@@ -161,13 +167,9 @@ def test_a_user_who_may_only_read_gives_no_plan(mounter: Mounter, data: Bucket) 
     here = mounter(*OPTIONS, "--allow-other", bucket=data)
 
     def as_nobody(command: str) -> subprocess.CompletedProcess[str]:
-        ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c"]
         return subprocess.run(
-            ["setpriv", *ids, "sh", "-c", command],
-            cwd=control(here),
-            check=False,
-            capture_output=True,
-            text=True,
+            [*user, command], cwd=control(here), check=False, capture_output=True, text=True
         )
 
     assert "Permission denied" in as_nobody("echo train/f1 > plan").stderr
