@@ -151,8 +151,8 @@ def test_daemons_find_what_the_driver_names(directory: Path) -> None:
 
 def test_readiness_looks_at_the_file_that_the_program_writes(daemons_pod: Object) -> None:
     daemons = container(daemons_pod, "daemons")
-    command = daemons["readinessProbe"]["exec"]["command"]
-    assert command == ["test", "-e", flag(daemons, "ready-file")]
+    path = flag(daemons, "ready-file").replace("$(POD_NAME)", "$POD_NAME")
+    assert daemons["readinessProbe"]["exec"]["command"] == ["sh", "-c", f'test -e "{path}"']
     # Starting a process in the container takes seconds where the node is busy.
     assert daemons["readinessProbe"]["timeoutSeconds"] >= 10
 
