@@ -52,7 +52,8 @@ def opened(path: Path | None) -> Iterator[IO[bytes]]:
 def last_line(path: Path, start: int) -> str:
     """Return the last line that is not empty after the log's first `start` bytes, or ""."""
     with open(path, "rb") as log:
-        log.seek(start)
+        # A hostile daemon may have written any amount.
+        log.seek(max(start, log.seek(0, os.SEEK_END) - (1 << 16)))
         lines = log.read().decode(errors="replace").splitlines()
     # Without the characters with which Python draws exception groups.
     lines_of_text = (line.strip(" |+-") for line in reversed(lines))
