@@ -517,17 +517,17 @@ class Daemon:
                     await session.negotiate()
                 operations.log_table(log)
                 if operations.writer is not None:
-                    recovery.adopt(operations.writer)
+                    recovery.adopt(operations.writer, takeover.keeper.alive)
             else:
                 assert takeover.taken is not None
-                await restore(operations, state, takeover.taken.backing)
+                backing, alive = takeover.taken.backing, takeover.keeper.alive
+                await restore(operations, state, backing, alive)
                 if passthrough is not None:
-                    registered = takeover.taken.backing
-                    inodes = {st_ino for _, st_ino in registered.values()}
+                    inodes = {st_ino for _, st_ino in backing.values()}
                     whole = await self.cache.whole_files(inodes)
                     handles = operations.handles.files.values()
                     opened = [(handle.file, handle.backing_id) for handle in handles]
-                    passthrough.take_over(registered, opened, whole)
+                    passthrough.take_over(backing, opened, whole)
                 try:
                     is_all_answered = takeover.taken.is_all_answered
                     session.adopt(state.init_out, is_all_answered=is_all_answered)

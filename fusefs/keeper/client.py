@@ -12,6 +12,7 @@ import errno
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ class KeeperClient:
         # True if the queue is empty, so that the next message may be sent at once.
         self._is_idle = True
         self._last_number = 0
+        self._alive_due = -math.inf
         self._waiting: dict[int, _Reply] = {}
         # The PID namespace of the pids in requests, if the keeper can look them up; else 0.
         self.namespace = 0
@@ -132,6 +134,13 @@ class KeeperClient:
     def known(self, backing_id: int, inode: int) -> None:
         """Tell a new keeper the backing id and the st_ino of a file that is registered already."""
         self._send(wire.pack(wire.KNOWN, 0, backing_id, inode))
+
+    def alive(self) -> None:
+        """Send a TICK, at most one per TICK_S, for a task that occupies the event loop for long."""
+        now = time.monotonic()
+        if now >= self._alive_due:
+            self._alive_due = now + TICK_S
+            self._send(wire.pack(wire.TICK))
 
     def unmount(self) -> None:
         """Ask the privileged keeper to unmount, or to detach the mount if it is in use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import trio
 
@@ -19,21 +19,28 @@ from fusefs.posix.restore import leftovers as recovery
 Backing = Mapping[int, tuple[int, int]]
 
 
-async def restore(operations: Operations, state: KernelState, backing: Backing) -> None:
+async def restore(
+    operations: Operations,
+    state: KernelState,
+    backing: Backing,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
     """Restore the nodes, handles and staged files that the kernel or programs still use.
 
     `backing` are the files that the kernel reads by itself, as {id: (st_dev, st_ino)}: such
-    a file is whole, even if the cache's catalog does not say so yet.
+    a file is whole, even if the cache's catalog does not say so yet. `alive` is called as in
+    `leftovers.adopt`.
     """
     restore_table(operations.inodes, state)
     if operations.mutations is not None:
         writer = operations.mutations.writer
         on_disk = writer.staging.on_disk()
         for nodeid in on_disk:
-            inode = operations.inodes.find(nodeid)
-            if inode is not None:
+            alive()
+            if (inode := operations.inodes.find(nodeid)) is not None:
                 recovery.restore(writer, inode)
         for nodeid in on_disk:
+            alive()
             if operations.inodes.find(nodeid) is None:
                 path = writer.staging.directory / str(nodeid)
                 recovery.adopt_file(writer, path, may_be_open=False)

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,24 @@ from fusefs.store.interface import ObjectInfo
 logger = logging.getLogger("fusefs.leftovers")
 
 
-def adopt(writer: Writer) -> int:
-    """Stage the files that earlier mounts of the bucket have left; return their count. Blocks."""
+def adopt(writer: Writer, alive: Callable[[], None] = lambda: None) -> int:
+    """Stage the files that earlier mounts of the bucket have left; return their count.
+
+    Blocks, and calls `alive` for each file: no upload may run before the younger files of its name,
+    the removals and the unfinished renames are known.
+    """
     own = writer.staging.directory
     count = 0
     # The youngest first: its files have the contents that were written last.
     for directory in sorted(own.parent.iterdir(), key=lambda path: path.name, reverse=True):
         if directory != own and directory.is_dir():
-            count += _adopt_directory(writer, directory)
+            count += _adopt_directory(writer, directory, alive)
+    if count:
+        logger.info("%d files were left by earlier mounts, and are uploaded now", count)
     return count
 
 
-def _adopt_directory(writer: Writer, directory: Path) -> int:
+def _adopt_directory(writer: Writer, directory: Path, alive: Callable[[], None]) -> int:
     with files.closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         # A locked directory belongs to a mount that was detached and is still being ended.
         if not files.try_lock(fd) or not _is_ours(directory, writer.staging.source):
@@ -60,6 +66,7 @@ def _adopt_directory(writer: Writer, directory: Path) -> int:
             return 0
         count = 0
         for path in on_record(directory):
+            alive()
             count += adopt_file(writer, path)
         for name in adopt_logs(writer, directory):
             with contextlib.suppress(FileNotFoundError):
@@ -224,7 +231,6 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
         writer.staging.record(staged)
         writer.flusher.list_staged(inode)
         writer.uploads.start(staged)
-        logger.info("%s was left by an earlier mount, and is uploaded now", record["key"])
     else:
         status = os.fstat(fd)
         os.close(fd)

@@ -237,12 +237,12 @@ def remove_unrecorded(path: Path) -> None:
 
 def on_record(directory: Path) -> list[Path]:
     """The paths of all contents in a directory, the most recently recorded first."""
-    changed_ns: dict[Path, int] = {}
+    changed: dict[str, int] = {}
     for entry in os.scandir(directory):
-        content = Path(entry.path).with_suffix("")
-        if content.name.isdecimal():
-            changed_ns[content] = max(changed_ns.get(content, 0), entry.stat().st_ctime_ns)
-    return sorted(changed_ns, key=changed_ns.__getitem__, reverse=True)
+        name = os.path.splitext(entry.name)[0]
+        if name.isdecimal():
+            changed[name] = max(changed.get(name, 0), entry.stat().st_ctime_ns)
+    return [directory / name for name in sorted(changed, key=changed.__getitem__, reverse=True)]
 
 
 async def until_later(staged: StagedFile) -> None:
@@ -267,9 +267,7 @@ def load(path: Path) -> tuple[int, dict[str, Any]] | None:
     except FileNotFoundError:
         return None
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
-    except FileNotFoundError:
-        record = _attribute_of(fd)
+        record = read(fd, str(path))
     except ValueError as error:
         logger.error("the record of a file is damaged (%s): %s", error, path)
         record = _attribute_of(fd)

@@ -9,7 +9,7 @@ import itertools
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,10 @@ LOCAL = PathRules(Durability.LOCAL)
 
 class DiedError(BaseException):
     """The process has been killed."""
+
+
+def die(*_: object, **__: object) -> None:
+    raise DiedError
 
 
 @dataclass
@@ -97,9 +101,8 @@ class Process:
             FileNotFoundError: there is nothing.
         """
         inode = self.operations.inodes.root
-        for name in filter(None, path.split("/")):
-            answer = self.operations.lookup(inode.nodeid, name.encode(), self.caller())
-            found = answer if not hasattr(answer, "__await__") else await answer
+        for name in filter(None, path.encode().split(b"/")):
+            found = await answered(self.operations.lookup(inode.nodeid, name, self.caller()))
             if found.inode is None:
                 raise FileNotFoundError(path)
             inode = found.inode
@@ -136,7 +139,7 @@ class Process:
         parent, name = await self._split(path)
         mutations, mode = self.operations.mutations, stat.S_IFREG | 0o644
         flags = os.O_RDWR | os.O_TRUNC
-        _, opened = await _answered(
+        _, opened = await answered(
             mutations.create(parent.nodeid, name.encode(), mode, flags, self.caller())
         )
         await self.write(opened.fh, 0, data)
@@ -147,8 +150,8 @@ class Process:
         assert (answer if isinstance(answer, int) else await answer) == len(data)
 
     async def close(self, fh: int) -> None:
-        await _answered(self.writer.flusher.flush(fh))
-        await _answered(self.operations.release(fh))
+        await answered(self.writer.flusher.flush(fh))
+        await answered(self.operations.release(fh))
 
     async def save(self, path: str, data: bytes) -> None:
         """A new file, written and closed."""
@@ -163,23 +166,23 @@ class Process:
     async def set_attributes(self, file: str | Inode, **new: int) -> None:
         """Change attributes of a path or of a node; they have the names of `NewAttributes`."""
         inode = await self.node(file) if isinstance(file, str) else file
-        await _answered(self.operations.mutations.setattr(inode.nodeid, NewAttributes(**new)))
+        await answered(self.operations.mutations.setattr(inode.nodeid, NewAttributes(**new)))
 
     async def set_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
         setxattr = self.operations.mutations.setxattr
-        await _answered(setxattr(inode.nodeid, name, value, 0, self.caller()))
+        await answered(setxattr(inode.nodeid, name, value, 0, self.caller()))
 
     async def stat(self, inode: Inode) -> Attributes:
         """The attributes of a node, once they are known."""
-        shown, _ = await _answered(self.operations.getattr(inode.nodeid))
+        shown, _ = await answered(self.operations.getattr(inode.nodeid))
         return self.operations.attributes(shown)
 
     async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
         inode = await self.node(path)
-        return (await _answered(self.operations.open(inode.nodeid, flags, self.caller()))).fh
+        return (await answered(self.operations.open(inode.nodeid, flags, self.caller()))).fh
 
     async def read(self, fh: int, offset: int = 0, size: int = 1 << 20) -> bytes:
-        return bytes(await _answered(self.operations.read(fh, offset, size)))
+        return bytes(await answered(self.operations.read(fh, offset, size)))
 
     async def load(self, path: str) -> bytes:
         """A file, opened and read."""
@@ -187,7 +190,7 @@ class Process:
         try:
             return await self.read(fh)
         finally:
-            await _answered(self.operations.release(fh))
+            await answered(self.operations.release(fh))
 
     async def opendir(self, path: str = "") -> int:
         inode = await self.node(path)
@@ -199,7 +202,7 @@ class Process:
         found: dict[str, int] = {}
         while True:
             more = Names()
-            await _answered(self.operations.readdir(fh, offset, more))
+            await answered(self.operations.readdir(fh, offset, more))
             if not more.names:
                 return found
             found |= more.offsets
@@ -230,6 +233,7 @@ class MortalMount:
         self._mounted_ns = 1
         self._uniques = itertools.count(2, 2)
         self._is_mounted = False
+        self.alive: Callable[[], None] = lambda: None
 
     def new_unique(self) -> int:
         return next(self._uniques)
@@ -288,10 +292,10 @@ class MortalMount:
                 ended.callback(os.close, operations.mutations.writer.empties.fd)
                 process = Process(operations, self._uniques, self.store)
                 if state is not None:
-                    await restore(operations, state, {})
+                    await restore(operations, state, {}, self.alive)
                 else:
                     operations.log_table(journal)
-                    process.adopted = leftovers.adopt(process.writer)
+                    process.adopted = leftovers.adopt(process.writer, self.alive)
                 nursery.start_soon(operations.mutations.changes.run)
                 try:
                     yield process
@@ -336,5 +340,6 @@ def close_all(directory: Path) -> None:
                 os.close(int(fd))
 
 
-async def _answered(answer: Any) -> Any:
+async def answered(answer: Any) -> Any:
+    """An answer that is there, or has to be waited for."""
     return await answer if hasattr(answer, "__await__") else answer

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from fusefs.keeper import protocol
+from fusefs.keeper.client import KeeperClient
 from fusefs.posix.journal.line_log import LineLog
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.write.exclusive import OPEN_S
 from fusefs.posix.write.staging import Staging
 from fusefs.store.errors import StoreError
-from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process, die
 from tests.support.waiting import eventually
 
 
@@ -67,10 +70,6 @@ async def test_a_mount_that_is_killed_while_it_takes_up_a_file_leaves_it_once(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, size: int
 ) -> None:
     """Also where its record is too long for an attribute."""
-
-    def die(*_: object, **__: object) -> None:
-        raise DiedError
-
     monkeypatch.setattr("fusefs.posix.write.staging_record.LONGEST", 2048 if size == 10 else 0)
     await left_by_a_mount(mount, file=bytes(size))
     with monkeypatch.context() as patch:
@@ -92,6 +91,21 @@ async def test_a_mount_that_is_killed_while_it_takes_up_a_file_leaves_it_once(
         assert await process.listing() == []
     own = mount.directory / "staging" / "4"
     assert [path.name for path in own.parent.rglob("*")] == ["4", "source"]
+
+
+async def test_the_keeper_hears_of_a_process_that_takes_up_files(mount: MortalMount) -> None:
+    """Before any other task has run, of a new mount as of the next daemon."""
+    await left_by_a_mount(mount, one=b"1", other=b"2")
+    let_upload(mount, may=False)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there.setblocking(False)
+    with here, there:
+        for _ in range(2):
+            mount.alive = KeeperClient(here).alive
+            async with mount.serving():
+                assert there.recv(100) == protocol.pack(protocol.TICK)
+                with pytest.raises(BlockingIOError):
+                    there.recv(100)
 
 
 async def test_what_was_written_last_under_a_name_is_taken_up(mount: MortalMount) -> None:
@@ -154,14 +168,11 @@ async def test_a_file_that_is_renamed_over_another_leaves_one_of_both(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch, step: int, *, is_mounted_anew: bool
 ) -> None:
     """Neither is in the bucket, and the process is killed before one of them is on record."""
-    record = Staging.record
-    left = step
+    record, steps = Staging.record, iter(range(step))
 
     def die(staging: Staging, staged: StagedFile) -> None:
-        nonlocal left
-        if not left:
+        if next(steps, None) is None:
             raise DiedError
-        left -= 1
         record(staging, staged)
 
     let_upload(mount, may=False)
@@ -285,18 +296,12 @@ async def test_a_full_disk_keeps_no_process_from_going_on_after_a_rename(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one before was killed when it had put the first of two records down."""
-
-    def die(*_: object) -> None:
-        raise DiedError
-
-    try:
-        async with mount.serving(durability=LOCAL) as process:
-            await process.create("old", b"1")
-            await process.create("new", b"2")
-            monkeypatch.setattr(Staging, "unlink", die)
-            await process.rename("old", "new")
-    except* DiedError:
-        monkeypatch.undo()
+    async with mount.killed(durability=LOCAL) as process:
+        await process.create("old", b"1")
+        await process.create("new", b"2")
+        monkeypatch.setattr(Staging, "unlink", die)
+        await process.rename("old", "new")
+    monkeypatch.undo()
     monkeypatch.setattr(Staging, "record", is_full)
     async with mount.serving(durability=LOCAL) as process:
         assert await process.listing() == ["new"]

@@ -18,8 +18,7 @@ from fusefs.posix.write.staging import Staging
 from fusefs.store.fencing import without_token
 from tests.support.memory_uploads import UploadingStore
 from tests.support.survival.fate import Fate
-from tests.support.survival.mortal_mount import Process
-from tests.unit.posix.write.test_writing_survives_steps import answered
+from tests.support.survival.mortal_mount import Process, answered
 
 PART = 16 << 10
 SIZE = 5 * PART

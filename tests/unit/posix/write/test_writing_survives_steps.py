@@ -7,7 +7,6 @@ What was not answered is sent again, as the kernel does.
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -16,7 +15,7 @@ import trio.testing
 from fusefs.posix.write import backlog, flush
 from fusefs.settings.types import EVERYWHERE_AUTO
 from tests.support.survival.fate import Fate, fate_of_records
-from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, DiedError, MortalMount, Process, answered
 
 LIMIT_S = 30
 
@@ -51,19 +50,13 @@ class Program:
         elif call == "write":
             await process.write(self.fh, 0, name)
         elif call == "close":
-            await answered(process.writer.flusher.flush(self.fh))
-            await answered(operations.release(self.fh))
+            await process.close(self.fh)
         elif call == "unlink":
             await answered(mutations.unlink(root, name, caller))
         else:
             assert call == "rename"
             old, new = name.split(b" ")
             await answered(mutations.rename(root, old, root, new, 0, caller))
-
-
-async def answered(answer: Any) -> Any:
-    """An answer that is there, or has to be waited for."""
-    return await answer if hasattr(answer, "__await__") else answer
 
 
 PROGRAMS: dict[str, tuple[list[str], dict[str, bytes]]] = {
