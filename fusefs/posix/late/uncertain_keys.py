@@ -431,7 +431,8 @@ class UncertainKeys(UnansweredChanges):
             self._numbers += 1
             number = self._numbers
         entry = UncertainKey.from_plain(number, plain)
-        if plain["boot_id"] != self._boot_id:
+        is_of_other_boot = plain["boot_id"] != self._boot_id
+        if is_of_other_boot:
             entry.since, entry.checks_done, entry.waits_until = boottime(), 0, -math.inf
         older = self._entries.get(entry.key)
         if older is not None and older.content == entry.content:
@@ -449,4 +450,5 @@ class UncertainKeys(UnansweredChanges):
             entry.waits_until = max(older.waits_until, entry.waits_until)
             self.forget(older)
         self._entries[entry.key] = entry
-        self.record(entry)
+        if older is not None or path.parent != self.directory or is_of_other_boot:
+            self.record(entry)
