@@ -97,9 +97,9 @@ class Residency:
         """Call `read` in the catalog's thread; load the files of its rows; return (files, rows)."""
         await self._writer.record()  # else it might return rows of files dropped meanwhile
         rows = await self._writer.in_catalog(read) or []
-        new = [CacheFile.from_row(row) for row in rows if row.name not in self._files]
-        self._files |= {file.name: file for file in new}
-        self._order.restore(file for file in new if not file.is_retained)
+        new = {row.name: CacheFile.from_row(row) for row in rows if row.name not in self._files}
+        self._files |= new
+        self._order.restore(file for file in new.values() if not file.is_retained)
         return [self._files[row.name] for row in rows], rows
 
     async def unload(self, let_go: Callable[[CacheFile], object]) -> None:
