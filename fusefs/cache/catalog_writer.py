@@ -32,6 +32,8 @@ Result = TypeVar("Result")
 # can't be cancelled, and on a busy disk each file may take a second.
 SYNC_AT_ONCE = 256
 SYNC_GO_S = 1.0
+# The share of the cache that may be unrecorded.
+UNRECORDED_SHARE = 1 / 64
 
 
 class CatalogWriter:
@@ -160,9 +162,11 @@ class CatalogWriter:
     async def record(self, *, is_full: bool = False) -> None:
         """Write pending updates except last-use times; check if other mounts have written.
 
-        Unless `is_full`, files with many ranges wait: writing their large rows takes long.
+        Files with many ranges, whose large rows take long to write, wait until `is_full` or until
+        much is not recorded: other mounts of the directory count only bytes that are recorded.
         """
         async with self._counting:
+            is_full |= self._quota.uncommitted > UNRECORDED_SHARE * self._quota.limit
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
             slow = [file for file in files if file.recorded and file.present.count > MOST_RANGES]
             self._dirty = {} if is_full else {file.name: file for file in slow}

@@ -259,19 +259,19 @@ async def test_the_keeper_of_the_catalog_records_and_syncs(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_file_with_many_ranges_is_recorded_from_time_to_time_and_at_the_end(
+async def test_a_file_with_many_ranges_is_recorded_when_much_is_new_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusefs.cache.catalog_writer.MOST_RANGES", 1)
-    async with cache_in(tmp_path) as parts:
+    async with cache_in(tmp_path, limit=15 * 64) as parts:
         file = parts.cache.pin(A)
         assert await parts.cache.ensure_open(file)
-        for start, recorded in ((0, 10), (20, 10)):
+        for start, recorded in ((0, 10), (20, 10), (40, 30), (60, 30)):
             parts.cache.arrived(file, start, start + 10)
             await parts.cache.record()
             assert file.recorded == recorded
     async with cache_in(tmp_path) as parts:
-        assert parts.quota.used == 20
+        assert parts.quota.used == 40
 
 
 async def test_a_file_in_use_is_opened_when_another_mount_begins(
