@@ -17,9 +17,11 @@ import importlib
 import json
 import logging
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fusefs.keeper import protocol, supervisor_protocol
@@ -31,6 +33,8 @@ Serve = Callable[[], int]
 
 # A daemon's name in the kernel's list of processes.
 NAME = "fusefs.daemon"
+# Of a user, whose fork bomb would hurt others: about 150 for each of 110 mounts of an identity.
+MOST_THREADS = 16_384
 
 
 def prepare() -> Serve:
@@ -68,15 +72,15 @@ def fork(
         close_all_but(channel, supervisor, environment)
         yield_memory()
         Path("/proc/self/comm").write_text(NAME)
+        with suppress(ValueError):  # the limit is lower already
+            resource.setrlimit(resource.RLIMIT_NPROC, (MOST_THREADS, MOST_THREADS))
         become_in_place(credentials)
         forbid_inspection()  # again, because a change of the user may have allowed it
         with open(environment, "rb") as file:
             given = dict(json.load(file))
-        os.environ.update(
-            (name, text)
-            for name, text in given.items()
-            if name.startswith(supervisor_protocol.INHERITED)
-        )
+        for name in given:
+            if name.startswith(supervisor_protocol.INHERITED):
+                os.environ[name] = given[name]
         os.environ[protocol.ENVIRONMENT] = str(channel)
         os.environ[supervisor_protocol.ENVIRONMENT] = str(supervisor)
         sys.stdin = os.fdopen(0)

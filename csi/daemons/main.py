@@ -28,7 +28,7 @@ from csi.daemons import forking
 from csi.daemons.migration import Migration
 from csi.daemons.supervisor import Supervisor
 from csi.node.config import CACHE, SUPERVISOR, add_host_path_flag, check_disk
-from fusefs.keeper import supervisor_protocol
+from fusefs.keeper import supervisor_protocol as wire
 from fusefs.keeper.control import Loop
 from fusefs.linux.descriptors import raise_limit
 from fusefs.linux.processes import close_all_but, die_with_parent
@@ -106,11 +106,7 @@ def _forget_variables() -> None:
 
     Otherwise their values, which may be secrets, would be in the memory of each forked daemon.
     """
-    own = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(supervisor_protocol.INHERITED)
-    }
+    own = {name: text for name, text in os.environ.items() if not name.startswith(wire.INHERITED)}
     if own != os.environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], own)
 
@@ -118,7 +114,7 @@ def _forget_variables() -> None:
 def running(path: Path) -> socket.socket | None:
     """Connect to the supervisor that already listens on `path`; None if there is none."""
     try:
-        return supervisor_protocol.connect(os.fspath(path))
+        return wire.connect(os.fspath(path))
     except OSError:
         return None
 
@@ -138,7 +134,7 @@ def held_before(path: Path) -> dict[tuple[int, int], int]:
     while True:
         try:
             last = max(held, default=(0, 0))
-            for mount, connection, fd in supervisor_protocol.held(os.fspath(path), *last):
+            for mount, connection, fd in wire.held(os.fspath(path), *last):
                 held[mount, connection] = fd
             break
         except (FileNotFoundError, ConnectionRefusedError):

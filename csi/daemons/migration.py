@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from fusefs.keeper import supervisor_protocol
+from fusefs.keeper import supervisor_protocol as wire
 from fusefs.keeper.exchange import HOPELESS
 from fusefs.launch import control
 
@@ -53,9 +53,7 @@ class Migration:
         A supervisor on a busy node may answer late, and 0 would end `run` with daemons unmoved.
         """
         try:
-            return supervisor_protocol.ask(
-                self._old, supervisor_protocol.pack(supervisor_protocol.COUNT)
-            ).a
+            return wire.ask(self._old, wire.pack(wire.COUNT)).a
         except TimeoutError:
             return 1  # the next call may read the late answer
         except OSError:

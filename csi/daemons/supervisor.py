@@ -18,7 +18,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -58,14 +58,7 @@ class Child:
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except PermissionError:
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    os.setresuid(-1, self.uid, -1)  # daemons can't stop it: its real uid is 0
-                    signal.pidfd_send_signal(self.pidfd, number)
-                finally:
-                    os._exit(0)
-            os.waitpid(pid, 0)
+            _as_user(self.uid, lambda: signal.pidfd_send_signal(self.pidfd, number))
 
 
 class Supervisor:
@@ -90,6 +83,8 @@ class Supervisor:
     ) -> None:
         # A number that distinguishes this supervisor from others in keepers' answers.
         self.number = time.time_ns()
+        # By a container's init. Elsewhere processes of other programs may have a daemon's uid.
+        self._is_in_container = os.getppid() <= 1
         self._path = path
         self._serve = serve
         self._old = old
@@ -136,8 +131,7 @@ class Supervisor:
 
     def _listen(self) -> None:
         self._listener = Listener(os.fspath(self._path), socket.SOCK_SEQPACKET)
-        listening = self._listener.socket
-        self._loop.watch(listening.fileno(), select.POLLIN, self._accept)
+        self._loop.watch(self._listener.socket.fileno(), select.POLLIN, self._accept)
 
     def _keep_listening(self) -> None:
         """Listen again if another supervisor took over the socket's name and has ended."""
@@ -210,12 +204,10 @@ class Supervisor:
             case wire.DROP:
                 _say(client, _counted(message, self._store.drop((mount, message.a))))
             case wire.NEXT:
-                found = self._store.following((mount, message.a))
-                if found is None:
-                    _say(client, _counted(message, 0))
+                if found := self._store.following((mount, message.a)):
+                    _say(client, wire.pack(wire.HELD, *found[0]), found[1])
                 else:
-                    held, fd = found
-                    _say(client, wire.pack(wire.HELD, *held), fd)
+                    _say(client, _counted(message, 0))
             case _:
                 raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
 
@@ -237,6 +229,7 @@ class Supervisor:
         if not message.c and self._retire(message.d):
             raise BlockingIOError(errno.EAGAIN, "its last daemon is still there")
         channel, stdin, stdout, environment = message.fds
+        self._end_strays(uid)
         user = Credentials(uid, gid, [])
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
@@ -294,6 +287,32 @@ class Supervisor:
         child.channel.close()
         if child.keeper is not None:
             _say(child.keeper, wire.pack(wire.ENDED, a=status))
+        with contextlib.suppress(OSError):  # `_launch` tries again
+            self._end_strays(child.uid)
+
+    def _end_strays(self, uid: int) -> None:
+        """Kill what a user's daemons have left behind, unless one of them is to live.
+
+        The uid may be another identity's next. Raises OSError if no process can be forked.
+        """
+        others = (child for child in self._children.values() if child.doomed is None)
+        if self._is_in_container and all(child.uid != uid for child in others):
+            # The kernel kills them at one instant, so none can fork meanwhile.
+            _as_user(uid, lambda: os.kill(-1, signal.SIGKILL))
+
+
+def _as_user(uid: int, act: Callable[[], None]) -> None:
+    """Call `act` in a process that may signal what the user `uid` may; OSError without a fork."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # With a real uid that no other process has, as root's processes have to be safe from
+            # it, and it from the user's.
+            os.setresuid(2**32 - 2, uid, 2**32 - 2)
+            act()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def _close_all(fds: Sequence[int]) -> None:

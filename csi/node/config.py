@@ -272,7 +272,7 @@ def _uids(text: str) -> tuple[int, int]:
     first, separator, last = text.partition("-")
     if not separator or not first.isdecimal() or not last.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not like 1900000000-1900009999")
-    if not 0 < int(first) <= int(last) < 2**32 - 1 or int(last) - int(first) >= _MOST_UIDS:
+    if not 0 < int(first) <= int(last) < 2**32 - 2 or int(last) - int(first) >= _MOST_UIDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range of at most {_MOST_UIDS} users")
     return int(first), int(last)
 

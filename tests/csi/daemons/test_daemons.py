@@ -65,19 +65,13 @@ def reading(node: Node, target: Path, shared: Bucket) -> Iterator[Pod]:
     node.unpublish("volume", target)
 
 
-def test_a_daemon_is_a_user_without_rights_in_the_other_container(
+def test_a_daemon_is_in_the_other_container_as_long_as_its_mount(
     node: Node, target: Path, shared: Bucket
 ) -> None:
     with daemons_of(node, "first") as first:
         publish(node, target, shared)
         [pid] = node.daemons()
         assert pid in first.children()
-        status = dict(
-            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        )
-        assert 0 not in {int(uid) for uid in status["Uid"].split()}
-        assert {int(status[name], 16) for name in ("CapPrm", "CapEff", "CapAmb")} == {0}
-        assert status["NoNewPrivs"] == "1"
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "500\n"
         node.unpublish("volume", target)
         until(lambda: not node.daemons(), "it has ended")

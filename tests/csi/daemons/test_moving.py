@@ -97,20 +97,15 @@ def test_a_mount_whose_new_daemon_is_refused_for_long_is_replaced(tmp_path: Path
     assert keepers[1].requests.count("replace") == 1
 
 
-def test_a_mount_that_the_new_daemon_cannot_take_over_stays_with_the_old_one(
+def test_a_mount_that_cannot_be_taken_over_or_would_end_stays_and_the_others_move(
     tmp_path: Path,
 ) -> None:
-    keeper = PlayedKeeper(tmp_path / "0.keeper", "the new daemon is gone", HOPELESS)
-    assert not move(tmp_path, [keeper], 1.0)
-    until(lambda: keeper.requests.count("upgrade") > 1, "it is tried again")
-    assert "replace" not in keeper.requests
-    keeper.supervisor = NEW  # so that it ends
-
-
-def test_a_mount_that_would_end_by_force_stays_and_the_others_move(tmp_path: Path) -> None:
-    kept = PlayedKeeper(tmp_path / "0.keeper", "exited with 1", is_replaceable=False)
-    other = PlayedKeeper(tmp_path / "1.keeper", "exited with 1")
-    assert not move(tmp_path, [kept, other], 2.0)
+    hopeless = PlayedKeeper(tmp_path / "0.keeper", "the new daemon is gone", HOPELESS)
+    kept = PlayedKeeper(tmp_path / "1.keeper", "exited with 1", is_replaceable=False)
+    other = PlayedKeeper(tmp_path / "2.keeper", "exited with 1")
+    assert not move(tmp_path, [hopeless, kept, other], 2.0)
     until(lambda: other.supervisor == NEW and kept.requests.count("replace") > 1, "all are tried")
     assert kept.supervisor == OLD
-    kept.supervisor = NEW  # so that it ends
+    assert hopeless.requests.count("upgrade") > 1
+    assert "replace" not in hopeless.requests
+    hopeless.supervisor = kept.supervisor = NEW  # so that it ends

@@ -123,11 +123,13 @@ def test_a_keeper_does_without_its_descriptor_store(kept: Kept) -> None:
     until(lambda: "the descriptor store: " in kept.log_text())
 
 
-def test_a_copy_can_be_fetched_more_than_once_and_dropped(kept: Kept, service: str) -> None:
+def test_a_copy_can_be_replaced_fetched_more_than_once_and_dropped(
+    kept: Kept, service: str
+) -> None:
     kept.start()
     with device_of(kept) as fd:
-        supervisor_protocol.hold(service, 1, 7, fd)
-        supervisor_protocol.hold(service, 2, 7, fd)
+        for mount in (1, 1, 1, 2):
+            supervisor_protocol.hold(service, mount, 7, fd)
     for _ in range(3):
         assert has(service, 1, 7)
     assert names(service) == [(1, 7), (2, 7)]
@@ -164,15 +166,6 @@ def test_the_next_one_begins_with_all_that_is_held(kept: Kept, service: str) -> 
             supervisor_protocol.hold(service, *name, fd)
     with serving(kept) as path:
         assert names(path) == held
-
-
-def test_a_new_copy_takes_the_place_of_the_old(kept: Kept, service: str) -> None:
-    kept.start()
-    with device_of(kept) as fd:
-        for _ in range(3):
-            supervisor_protocol.hold(service, 1, 7, fd)
-    assert names(service) == [(1, 7)]
-    assert has(service, 1, 7)
 
 
 def test_what_a_client_brought_that_dies_is_held(kept: Kept, service: str) -> None:

@@ -30,18 +30,13 @@ from tests.support.waiting import until
 pytestmark = [needs_root, needs_fuse]
 
 
-def test_a_first_daemon_that_fails_is_the_keepers_own_failure(kept: Kept) -> None:
-    answer = kept.start({"fresh": "exit"}, is_expected_to_serve=False)
+@pytest.mark.parametrize("step", ["fresh", "mounted"])
+def test_a_first_daemon_that_fails_is_the_keepers_own_failure(kept: Kept, step: str) -> None:
+    answer = kept.start({step: "exit"}, is_expected_to_serve=False)
     assert answer == ""
     assert kept.wait() == 5
     assert kept.connection_now() is None
     assert not kept.control.exists()
-
-
-def test_what_a_failed_first_daemon_mounted_is_taken_away(kept: Kept) -> None:
-    kept.start({"mounted": "exit"}, is_expected_to_serve=False)
-    assert kept.wait() == 5
-    assert kept.connection_now() is None
     until(lambda: kept.processes() == [])
 
 

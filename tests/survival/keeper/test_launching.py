@@ -25,6 +25,7 @@ from tests.support.waiting import until
 
 pytestmark = needs_root
 
+APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 MOUNT = 0x1122334455667788
 # In place of a daemon: reads its input, says who it is, and waits to be killed.
 RUN = """
@@ -34,6 +35,7 @@ from csi.daemons import main, supervisor
 
 def serve():
     read = sys.stdin.read()
+    read == "fork" and os.fork()
     environ = os.environ
     said = os.getuid(), environ["AWS_GIVEN"], "HOME" in environ, "LEFT_OUT" in environ
     os.write(1, f"{' '.join(map(str, said))}\\n".encode())  # at once, unlike what is printed
@@ -162,6 +164,7 @@ def test_a_daemon_has_no_rights_and_its_own_descriptors_alone(
     # The files in /proc of a process that may not be inspected are root's.
     assert (process / "mem").stat().st_uid == 0
     assert os.getsid(int(process.name)) == int(process.name)
+    assert b"Max processes             16384 " in (process / "limits").read_bytes()
     # Beside the standard ones, the sockets to its keeper and to the supervisor.
     assert len(os.listdir(process / "fd")) == 5
     # What leaves before its answer is an error of a write, as in a daemon that is executed.
@@ -175,21 +178,47 @@ def test_no_daemon_is_started_as_root(supervisor: str, output: tuple[int, int]) 
         launch(supervisor, output[1], uid=0)
 
 
+def test_the_last_daemon_of_a_user_takes_with_it_what_the_user_still_runs(
+    tmp_path: Path, output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_GIVEN", "given")
+    path = os.fspath(tmp_path / "daemons.sock")
+    with subprocess.Popen([*APART, sys.executable, "-c", RUN, path], cwd=PROJECT) as container:
+        try:
+            inside = ["nsenter", "--pid", f"--target={until(lambda: listener_at(path))}"]
+            sleep = ["sh", "-c", "echo; exec sleep 600"]
+            roots, users = (
+                subprocess.Popen([*inside, "setpriv", f"--reuid={uid}", *sleep], stdout=output[1])
+                for uid in (0, NOBODY)
+            )
+            assert os.read(output[0], 1) == os.read(output[0], 1) == b"\n"
+            uids = (NOBODY, NOBODY, NOBODY - 1)
+            first, second, other = (
+                launch(path, output[1], uid, "fork", is_beside=True) for uid in uids
+            )
+            assert users.wait(LIMIT_S) == -signal.SIGKILL
+            children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
+            child = os.pidfd_open(int(until(children.read_text)))
+            first.kill()
+            until(first.poll_end)
+            assert not has_ended(child)
+            second.kill()
+            until(lambda: has_ended(child))
+            assert not has_ended(other.pidfd)
+            assert roots.poll() is None
+        finally:
+            container.kill()
+    roots.wait()
+
+
 def test_one_that_ends_starts_no_more_and_waits_for_what_it_has(
     supervisor: str, output: tuple[int, int]
 ) -> None:
     launch(supervisor, output[1])
     os.kill(listener_at(supervisor), signal.SIGTERM)
-    until(lambda: refuses(supervisor, output[1]), "it is ending")
+    with pytest.raises(ConnectionRefusedError):
+        launch(supervisor, output[1])
     assert supervisor_protocol.count(supervisor, MOUNT) >= 1
-
-
-def refuses(path: str, stdout: int) -> bool:
-    try:
-        launch(path, stdout)
-    except ConnectionRefusedError:
-        return True
-    return False
 
 
 def test_a_request_of_an_unknown_version_is_refused_and_harmless(supervisor: str) -> None:
