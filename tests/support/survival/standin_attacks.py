@@ -21,8 +21,6 @@ from fusefs.keeper import protocol
 if TYPE_CHECKING:
     from tests.support.survival.standin_daemon import Standin
 
-FLOOD_S = 2.0
-
 
 def _offer(standin: Standin, path: str, flags: int) -> int:
     """The errno with which a descriptor is refused, 0 if it is not."""
@@ -108,11 +106,11 @@ def two_descriptors(standin: Standin) -> None:
 _OPEN = protocol.pack(protocol.BACKING_OPEN, 1, 1)
 
 
-def _flood(standin: Standin, *messages: bytes) -> int:
+def _flood(standin: Standin, limit_s: float, *messages: bytes) -> int:
     """Send as fast as they are taken, and hear nothing; returns how many were."""
     standin.channel.setblocking(False)
     count = 0
-    stop = time.monotonic() + FLOOD_S
+    stop = time.monotonic() + limit_s
     while time.monotonic() < stop:
         try:
             standin.channel.send(messages[count % len(messages)])
@@ -125,6 +123,7 @@ def _flood(standin: Standin, *messages: bytes) -> int:
 def flood_of_everything(standin: Standin) -> int:
     return _flood(
         standin,
+        2.0,
         protocol.pack(protocol.SERVING, 1),
         protocol.pack(protocol.ENDING),
         protocol.pack(protocol.TICK, 1 << 63),
@@ -132,7 +131,9 @@ def flood_of_everything(standin: Standin) -> int:
 
 
 def flood_without_listening(standin: Standin) -> int:
-    return _flood(standin, protocol.pack(protocol.BACKING_CLOSE, 1, 1))
+    # It is killed meanwhile: a daemon that reads again is heard again.
+    asks = protocol.pack(protocol.BACKING_CLOSE, 1, 1)
+    return _flood(standin, 600.0, asks, protocol.pack(protocol.TICK))
 
 
 def hostile_file(standin: Standin) -> None:

@@ -106,9 +106,8 @@ def test_a_flood_of_messages_holds_no_other_up(kept: Kept) -> None:
 
 
 def test_a_daemon_that_does_not_listen_is_not_listened_to(kept: Kept) -> None:
-    start(kept, "flood_without_listening", hang_s=1)
-    pid = kept.process_of(FRESH)
-    kept.served_by_another_than(pid)
+    start(kept, "flood_without_listening", hang_s=3)
+    kept.served_by_another_than(kept.process_of(FRESH))
     assert serves(kept)
 
 
