@@ -24,7 +24,7 @@ RETRY_S = 5.0
 SLOW_S = 3.0
 # The time limit of one `give_up` call.
 GIVE_UP_S = 2.0
-# Two states of a file: an upload is under way; a program still has the file open.
+# Two states of a file: its first upload is under way; a program still has the file open.
 UPLOADING = "uploading"
 OPEN = "open"
 
@@ -55,8 +55,10 @@ class Backlog:
         if self._uploads.is_under_way(staged):
             if not self._prefix_lock.is_open_at(staged.key):
                 return "waiting for a rename"
-            is_refused = isinstance(staged.error, CredentialsError)
-            return "waiting for credentials" if is_refused else UPLOADING
+            if isinstance(staged.error, CredentialsError):
+                return "waiting for credentials"
+            # Commands wait for no retries: of many failed uploads one is always under way.
+            return UPLOADING if staged.error is None else "uploading again"
         if staged.error is not None:
             return "failed"
         return OPEN if staged.inode.is_open else "waiting"
@@ -104,9 +106,7 @@ class Backlog:
         """
         for staged in self._staging:
             staged.note_stores()
-        finished = [
-            file for file in self._staging.pending if file.is_closed or not file.inode.is_open
-        ]
+        finished = [one for one in self._staging.pending if one.is_closed or not one.inode.is_open]
         for staged in finished:
             self._uploads.start(staged).hurry.set()
         self._removals.hurry("")  # uploads and attributes may take all of the time

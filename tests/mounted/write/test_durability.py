@@ -1,7 +1,6 @@
 """What was saved is saved: uploads that fail, are interrupted, wait, or outlive their mount."""
 
 import contextlib
-import errno
 import io
 import os
 import signal
@@ -129,9 +128,8 @@ def fail_to_write(broken: Mount, faulty: FaultyS3, content: bytes) -> None:
     faulty.add("PUT", code="InternalError")
     fd = os.open(broken.path / "a", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.write(fd, content)
-    with pytest.raises(OSError, match="Input/output error") as caught:
+    with pytest.raises(OSError, match="Input/output error"):
         os.close(fd)
-    assert caught.value.errno == errno.EIO
 
 
 @contextlib.contextmanager
@@ -156,8 +154,7 @@ def test_a_close_tells_of_a_failed_upload_and_the_content_is_kept(
     broken: Mount, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     fail_to_write(broken, faulty, b"content")
-    (one,) = pending(broken)
-    assert one["key"] == "a"
+    assert [one["key"] for one in pending(broken)] == ["a"]
     assert (broken.path / "a").read_bytes() == b"content"
     faulty.clear()
     until(lambda: keys(bucket) == ["a"] and stored(bucket, "a") == b"content")
@@ -259,9 +256,8 @@ def test_a_conflict_fails_the_second_close_and_keeps_its_content_beside(
         fd = os.open(folder / "a", flags)
         os.write(fd, b"OURS!")
         bucket.put(f"{name}/a", b"theirs")
-        with pytest.raises(OSError, match="Stale") as caught:
+        with pytest.raises(OSError, match="Stale"):
             os.close(fd)
-        assert caught.value.errno == errno.ESTALE
         assert (folder / "a").read_bytes() == b"theirs"
         [conflict] = {*os.listdir(folder)} - {"a"}
         assert (folder / conflict).read_bytes() == stored(bucket, f"{name}/{conflict}") == b"OURS!"

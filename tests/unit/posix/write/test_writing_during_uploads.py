@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from fusefs.daemon import status
 from fusefs.posix.write import upload_steps, uploader
 from fusefs.store.errors import CredentialsError, StoreError, UnreachableError
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
@@ -120,10 +121,13 @@ async def test_a_fault_in_an_upload_is_a_failed_upload_and_no_more(
 ) -> None:
     fh = await process.create("file", b"content")
     process.store.before = failing(ZeroDivisionError, "PUT")
-    with pytest.raises(OSError, match="ZeroDivisionError") as caught:
+    with pytest.raises(OSError, match=f"Errno {errno.EIO}.*ZeroDivisionError"):
         await process.writer.flusher.fsync(fh)
-    assert caught.value.errno == errno.EIO
     process.store.heal()
+    process.writer.uploads.start(*process.writer.staging)
+    assert status.pending(process.writer, "")["under_way"] == 0  # sync waits for no retry
+    process.writer.backlog.hurry("")
+    assert status.pending(process.writer, "")["under_way"] == 1
     await process.close(fh)
     assert process.store.contents() == {"file": b"content"}
     assert "Traceback" in caplog.text
