@@ -32,8 +32,6 @@ Result = TypeVar("Result")
 # can't be cancelled, and on a busy disk each file may take a second.
 SYNC_AT_ONCE = 256
 SYNC_GO_S = 1.0
-# The share of the cache that may be unrecorded.
-UNRECORDED_SHARE = 1 / 64
 
 
 class CatalogWriter:
@@ -166,7 +164,7 @@ class CatalogWriter:
         much is not recorded: other mounts of the directory count only bytes that are recorded.
         """
         async with self._counting:
-            is_full |= self._quota.uncommitted > UNRECORDED_SHARE * self._quota.limit
+            is_full |= self._quota.uncommitted > self._quota.limit // 64
             files = [file for file in self._dirty.values() if file.generation and file.is_ours]
             slow = [file for file in files if file.recorded and file.present.count > MOST_RANGES]
             self._dirty = {} if is_full else {file.name: file for file in slow}

@@ -469,8 +469,8 @@ class Flusher(MountPart):
                         self._staging.close(staged)
                     self.uploads.start(staged)
                 elif await self._sharing.is_let_go(staged):
-                    staged.may_be_mapped = False
                     staged.note_stores()
+                    staged.may_be_mapped = False
                     self.released(inode)
                     break
                 await ACTIVITY.pause(MAPPED_S)

@@ -32,10 +32,8 @@ class Sharing(MountPart):
 
         False if the file has other users or wrong bytes, or if the kernel refuses it.
         """
-        if file.served:
-            return False
         # Its unchanged bytes are uploaded as well, so their checksums are verified first.
-        if not (await self._cache.integrity.examine(file))[1]:
+        if file.served or not (await self._cache.integrity.examine(file))[1]:
             return False
         with trio.CancelScope(shield=True):
             if not await self._cache.handover.prepare(file):
@@ -71,14 +69,15 @@ class Sharing(MountPart):
             file.fd = os.dup(staged.fd)
             file.pins = 1
             staged.may_be_mapped = True
+            if staged.base is not None:
+                self._cache.unpin(staged.base.file)
+                staged.base = None  # its parts may lack what is stored unseen
             staged.clean = staged.stamp()
         return staged.backing
 
     async def is_mapped(self, file: CacheFile) -> bool:
         """True if a cache file without open handles is mapped; the check unregisters the file."""
-        if not self._backing.find(file) or file.handles:
-            return False
-        if not await self._cache.ensure_open(file):
+        if not self._backing.find(file) or file.handles or not await self._cache.ensure_open(file):
             return False
         return await self._is_used(file)
 

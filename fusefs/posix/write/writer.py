@@ -238,6 +238,7 @@ class Writer(MountPart):
             self._cache.pin_again(staged.backing)
             if flags & os.O_ACCMODE == os.O_RDWR:
                 staged.may_be_mapped = True
+                self.staging.drop_base(staged)  # its parts may lack what is stored unseen
                 staged_sums.forget(staged)
                 self.staging.note_edited(staged)
             handle = self._handles.open_file(
@@ -429,7 +430,7 @@ class Writer(MountPart):
         assert info is not None
         base: EditBase | None = None
         if info.size > IN_PARTS:
-            # At the upload, unchanged parts are copied on the server.
+            # Until a program may map the file, unchanged parts are copied on the server.
             self._cache.pin_again(file)
             base = EditBase(file, info.size)
             base.filled.add(0, -(-info.size // PAGE) * PAGE)

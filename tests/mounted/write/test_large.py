@@ -101,8 +101,8 @@ def test_what_was_never_closed_is_kept_and_its_upload_aborted(
 
 
 @states(
-    "Editing a large object downloads and sends the parts that change, and no others, where the "
-    "cache disk tells of holes of 4 KiB."
+    "Editing a large object that no other program reads downloads and sends the parts that change,"
+    " and no others, where the cache disk tells of holes of 4 KiB."
 )
 def test_editing_a_large_object_moves_the_parts_that_change_alone(
     mounter: Mounter, bucket: Bucket
