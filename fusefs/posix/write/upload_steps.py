@@ -166,6 +166,8 @@ class UploadSteps:
             upload = await self.begin(staged, staged.described().as_metadata())
         for is_last in (False, True):
             try:
+                if staged.may_be_mapped:
+                    await upload.verify(staged.fd, size)  # programs may have stored into its parts
                 if staged.base is not None:
                     await self._copy_parts(staged, staged.base, upload, size)
                 await upload.send(staged.fd, upload.missing(size), size)

@@ -214,7 +214,7 @@ class Upload:
         await self._in_parallel(copy_one, self.missing(source.size))
 
     async def verify(self, fd: int, size: int) -> None:
-        """Compare another process's parts with the file of `size` bytes, and drop different ones.
+        """Compare the parts in the bucket with the file of `size` bytes, and drop different ones.
 
         After the return, also by cancellation, `fd` is not used any more.
 
@@ -233,6 +233,7 @@ class Upload:
             if part is not None and self._unverified.pop(number, None) is part and is_same:
                 self._parts[number] = part
 
+        self._unverified, self._parts = self._unverified | self._parts, {}
         await self._in_parallel(compare, list(self._unverified))
         done = self._object
         if done is not None and (done.size != size or self.missing(size)):

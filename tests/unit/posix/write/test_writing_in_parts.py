@@ -52,14 +52,17 @@ async def test_what_was_cut_off_does_not_come_back_when_the_file_grows(
     assert mount.store.contents() == {"file": bytes(4 * PART)}
 
 
-async def test_a_hole_that_reaches_far_behind_the_file_is_in_the_object(
+async def test_a_hole_far_behind_the_file_and_what_a_mapping_stored_are_in_the_object(
     process: Process, mount: MortalMount
 ) -> None:
     fh = await sent_and_not_completed(mount, process)
     await process.writer.allocate(fh, 2 * PART, 8 << 30, PUNCH_HOLE | KEEP_SIZE)
     await process.write(fh, 4 * PART, b"more")
+    [staged] = process.writer.staging
+    staged.may_be_mapped = True
+    os.pwrite(staged.fd, b"stored", PART - 6)
     await sync(process, fh)
-    expected = bytes(PART) + b"x" * PART + bytes(2 * PART) + b"more"
+    expected = bytes(PART - 6) + b"stored" + b"x" * PART + bytes(2 * PART) + b"more"
     assert mount.store.contents() == {"file": expected}
 
 
