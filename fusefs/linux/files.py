@@ -6,8 +6,8 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
+from stat import S_IWOTH
 
 TYPE_CHECKING = False  # typing itself is not imported: it is large
 if TYPE_CHECKING:
@@ -27,14 +27,16 @@ def absolute(path: Path) -> Path:
 
 def open_in_place(path: Path, flags: int) -> int:
     """Open a path; root follows no symbolic link that a user may have made. Raises OSError."""
-    above = map(os.stat, path.parents if os.geteuid() == 0 else ())
-    is_shared = any(found.st_uid or found.st_mode & stat.S_IWOTH for found in above)
-    no_follow = os.O_NOFOLLOW if is_shared else 0
-    fd = os.open(path, flags | no_follow | os.O_CLOEXEC, 0o600)
-    if is_shared and os.readlink(f"/proc/self/fd/{fd}") != os.path.normpath(path):
-        os.close(fd)
-        raise PermissionError(errno.EPERM, "a user may have put a symbolic link into its path")
-    return fd
+    flags |= os.O_CLOEXEC
+    shared = [at for at in path.parents if (found := at.stat()).st_uid or found.st_mode & S_IWOTH]
+    if os.geteuid() or not shared:
+        return os.open(path, flags, 0o600)
+    # Only root can have made links at the topmost of them, such as /home or /scratch, and above.
+    place = os.path.join(os.path.realpath(shared[-1]), path.parent.relative_to(shared[-1]))
+    with closing(os.open(path.parent, os.O_PATH | os.O_CLOEXEC)) as directory:
+        if os.readlink(f"/proc/self/fd/{directory}") != os.path.normpath(place):
+            raise PermissionError(errno.EPERM, "a user may have put a symbolic link into its path")
+        return os.open(path.name, flags | os.O_NOFOLLOW, 0o600, dir_fd=directory)
 
 
 def replace(

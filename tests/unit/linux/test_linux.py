@@ -16,17 +16,14 @@ from fusefs.linux.callers import LIVES
 from tests.support.commands import MOUNTINFO
 
 
-def test_mountinfo_is_read_with_its_escapes() -> None:
+def test_mountinfo_has_escapes_and_topmost_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
     blank = mountinfo.parse(MOUNTINFO)[1]
     assert blank.mountpoint == Path("/mnt/with blank")
     assert blank.source == "s3://bucket/a b/"
     assert blank.is_fusefs
     assert blank.connection == 30
     assert blank.owner == 4242
-
-
-def test_the_topmost_of_several_mounts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mountinfo, "kernel_mounts", lambda: mountinfo.parse(MOUNTINFO))
     found = mountinfo.find_mount(Path("/mnt/a"))
     assert found.device == "0:32"
     assert not mountinfo.is_mountpoint(Path("/mnt"))
@@ -97,7 +94,9 @@ def test_root_follows_no_link_of_a_user(tmp_path: Path, name: str, flags: int) -
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(OSError, match=r"symbolic link|Not a directory"):
         files.open_in_place(tmp_path / name, flags)
-    os.close(files.open_in_place(Path("/dev/fd"), os.O_DIRECTORY))  # the link is root's
+    assert os.listdir(tmp_path) == ["link"]
+    for by_link_of_root in ("/dev/fd", f"/proc/self/root{tmp_path}"):
+        os.close(files.open_in_place(Path(by_link_of_root), os.O_DIRECTORY))
 
 
 def test_a_file_that_cannot_be_replaced_keeps_its_content_and_leaves_nothing(
