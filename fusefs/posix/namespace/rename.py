@@ -28,6 +28,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
+from fusefs.posix.tasks import for_each
 from fusefs.posix.types import Caller, find
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.rules import Writing
@@ -143,11 +144,8 @@ class NameChanges(CreateRemove):
         finally:
             self._under_way.discard(caller.unique)
         files = [file for file in self._writer.staging if file.key.startswith(new)]
-        for staged in files:
-            if self._is_to_be_sent(staged, old + staged.key[len(new) :]):
-                self._writer.uploads.start(staged).hurry.set()
-        for staged in files:
-            await self._make_safe(staged, old + staged.key[len(new) :])
+        at_once = self._rules.uploads
+        await for_each(lambda one: self._make_safe(one, old + one.key[len(new) :]), files, at_once)
 
     async def _end_requests_below(self, old: str, new: str) -> None:
         """Send the deferred changes below two closed prefixes, and wait for those under way."""

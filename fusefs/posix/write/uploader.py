@@ -3,7 +3,7 @@
 Each upload is a task of its own, which continues if a request that waits for it is cancelled (for
 example because its program is killed). The task holds the file's lock, so that writes wait and no
 object is a mix of two contents. upload_steps.py sends the requests. Uploads for which no program
-waits queue for a limited number of places, so that programs do not wait behind a backlog.
+waits queue for limited places, so that neither programs nor small files wait behind a backlog.
 
 A file that is written from its start on is sent while it grows: each
 part as soon as it is full, so that close has to wait for the last parts only.
@@ -131,7 +131,7 @@ class Uploader(UploadSteps):
         self._set_aside = set_aside
         self._unanswered = store.unanswered
         self._is_local = writing.rules.is_local
-        self._places = trio.Semaphore(writing.rules.uploads)
+        self._places = [trio.Semaphore(writing.rules.uploads) for _ in ("small", "large")]
         self._attempts: dict[StagedFile, UploadAttempt] = {}
         self._aheads: dict[StagedFile, StreamingUpload] = {}
         self.failures = 0
@@ -293,9 +293,10 @@ class Uploader(UploadSteps):
             with ExitStack() as held:
                 # Before the lock, for which writes to the file and renames wait.
                 if attempt is not None and not attempt.queueing.cancel_called:
+                    places = self._places[staged.size() > IN_PARTS]
                     with trio.CancelScope() as attempt.queueing:
-                        await self._places.acquire()
-                        held.callback(self._places.release)
+                        await places.acquire()
+                        held.callback(places.release)
                     if attempt.is_background and not attempt.hurry.is_set():
                         attempt.scope.deadline = trio.current_time() + BACKGROUND_S
                 # A free lock is taken at once; `acquire` would cost two turns of the event loop.

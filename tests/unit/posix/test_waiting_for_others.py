@@ -18,15 +18,16 @@ from fusefs.posix.directory.segment import ABSENT, Segment
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
-from fusefs.posix.write import flush
+from fusefs.posix.write import flush, uploader
 from fusefs.posix.write.removals import MANY, Removals
 from fusefs.settings.patterns import PathRules
+from fusefs.settings.types import Durability
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import CAUSES, STALLS, WaitCause, served, stage
 from tests.support.local_cache import Bucket
 from tests.support.memory_store import MemoryStore, failing
-from tests.support.survival.mortal_mount import LOCAL, MortalMount
+from tests.support.survival.mortal_mount import MortalMount
 from tests.support.waiting import eventually
 from tests.unit.posix.test_directories import listings
 
@@ -48,15 +49,19 @@ class Held:
 
 
 class HeldStore(MemoryStore):
-    """A bucket that answers changes when it may."""
+    """A bucket that answers changes of files when it may."""
 
     def __init__(self, held: Held) -> None:
         super().__init__()
         self.held = held
         self.pause = self._pause
+        self.kinds = ["PUT", "COPY", "DELETE", "DELETES"]
+        self.changes: list[str] = []
 
     async def _pause(self) -> None:
-        if self.requests[-1][0] in ("PUT", "COPY", "DELETE", "DELETES"):
+        what, key = self.requests[-1]
+        if what in self.kinds and not key.endswith("/"):
+            self.changes.append(key)
             await self.held.pass_by()
 
 
@@ -84,9 +89,8 @@ async def assert_waits_for(held: Held, request: Callable[[], Awaitable[object]])
     assert waited() == before  # the request has its answer
 
 
-async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
-    held, mount = Held(), MortalMount(tmp_path)
-    mount.store = HeldStore(held)
+async def test_a_write_waits_for_the_upload_of_its_file(mount: MortalMount) -> None:
+    mount.store = HeldStore(held := Held())
     async with mount.serving() as process:
         fh = await process.create("file", b"content")
         staged = (await process.node("file")).staged
@@ -98,33 +102,40 @@ async def test_a_write_waits_for_the_upload_of_its_file(tmp_path: Path) -> None:
 
 
 async def test_programs_do_not_wait_behind_uploads_that_no_program_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flush, "LATER_S", 0.01)
-    held, mount = Held(), MortalMount(tmp_path)
-    store = mount.store = HeldStore(held)
-    async with mount.serving(durability=LOCAL, uploads=2) as process:
-        for name in "abcdef":
-            await process.save(name, name.encode())
-            await eventually(lambda: store.count("PUT") == min(2, len(process.writer.staging)))
+    monkeypatch.setattr(uploader, "IN_PARTS", 1)  # larger files have places of their own
+    store = mount.store = HeldStore(held := Held())
+    store.kinds = ["PUT"]
+    rules = PathRules(Durability.LOCAL, ((Durability.BUCKET, "new/**"),))
+    async with mount.serving(durability=rules, uploads=2) as process, trio.open_nursery() as tasks:
+        await process.mkdir("old")
+        for name in (*"abcdef", "old/g", "old/h"):
+            await process.save(name, name[-1:].encode())
+            await eventually(lambda: len(store.changes) == min(2, len(process.writer.staging)))
+        await process.save("large", b"large")
+        await eventually(lambda: len(store.changes) == 3)
         process.writer.backlog.hurry("")  # as `fusefs sync` does
         await wait_all_tasks_blocked()
-        await process.rename("c", "new")
+        await process.rename("c", "moved")
         await process.unlink("d")
-        await process.overwrite("e", b"longer")
+        await process.overwrite("e", b"E")
         (last,) = process.writer.backlog.files("f")
         with trio.move_on_after(0.1):  # the program is killed then
             await process.writer.uploads.wait(last)
-        assert [key for what, key in store.requests if what == "PUT"] == ["a", "b", "f"]
+        assert store.changes == ["a", "b", "large", "f"]
+        tasks.start_soon(process.rename, "old", "new")
+        await eventually(lambda: sorted(store.changes[4:]) == ["new/g", "new/h"])
         held.may_end.set()
         await eventually(lambda: not process.writer.staging.pending)
-    assert store.contents() == {"a": b"a", "b": b"b", "new": b"c", "e": b"longer", "f": b"f"}
+    changed = {"large": b"large", "moved": b"c", "e": b"E", "new/g": b"g", "new/h": b"h"}
+    assert store.contents() == {"a": b"a", "b": b"b", "f": b"f"} | changed
 
 
 @asynccontextmanager
-async def attributes(held: Held, directory: Path) -> AsyncIterator[DeferredAttributes]:
+async def attributes(held: Held, mount: MortalMount) -> AsyncIterator[DeferredAttributes]:
     """Of a mount whose object `file` has a mode that the bucket does not have yet."""
-    mount = MortalMount(directory)
     mount.store = HeldStore(held)
     mount.store.put("file", b"content")
     async with mount.serving() as process:
@@ -134,16 +145,16 @@ async def attributes(held: Held, directory: Path) -> AsyncIterator[DeferredAttri
         yield process.writer.deferred
 
 
-async def test_an_fsync_waits_for_attributes_that_are_sent(tmp_path: Path) -> None:
+async def test_an_fsync_waits_for_attributes_that_are_sent(mount: MortalMount) -> None:
     held = Held()
-    async with attributes(held, tmp_path) as deferred:
+    async with attributes(held, mount) as deferred:
         deferred.hurry("file")
         await assert_waits_for(held, lambda: deferred.flush("file"))
 
 
-async def test_an_fsync_that_sends_attributes_waits_for_them_once(tmp_path: Path) -> None:
+async def test_an_fsync_that_sends_attributes_waits_for_them_once(mount: MortalMount) -> None:
     held = Held()
-    async with attributes(held, tmp_path) as deferred, trio.open_nursery() as nursery:
+    async with attributes(held, mount) as deferred, trio.open_nursery() as nursery:
 
         async def fsync() -> None:
             with served():
@@ -214,9 +225,7 @@ async def test_a_walk_that_rests_shows_what_was_changed_before_long_or_very_many
     monkeypatch.setattr(pending_changes, "MOST_KEPT", 10)
     keys = [f"top/{folder}/{name}" for folder in "abcdefgh" for name in "123"]
     bucket = Bucket(keys, page_size=5)
-    elapsed = 0.0
     monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed)
 
     async def names_in(directories: Directories, folder: str) -> list[str]:
         directory = directories.get(f"top/{folder}/")
@@ -230,7 +239,7 @@ async def test_a_walk_that_rests_shows_what_was_changed_before_long_or_very_many
         for folder in "efg":
             bucket.keys.remove(f"top/{folder}/1")
             directories.changed(f"top/{folder}/", "1", ABSENT)
-        elapsed = later_s
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
         for number in range(others):
             directories.changed("other/", f"{number}", ABSENT)
         for folder in "efg":
@@ -242,16 +251,14 @@ async def test_what_a_page_has_left_for_the_next_one_is_not_shown_when_it_is_out
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bucket = Bucket(["a", "a-1", "a-2", "a-3"], page_size=2)  # "a" stands behind "a-3"
-    elapsed = 0.0
     monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + elapsed)
     async with listings(bucket, ttl_s=60) as directories:
         opened = time.monotonic()
         directory = directories.get("")
         first = await directories.segment_behind(directory, "", opened)
         assert first.stop is not None
         await wait_all_tasks_blocked()
-        elapsed = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 1000)
         bucket.keys.remove("a")  # by another client
         second = await directories.segment_behind(directory, first.stop, time.monotonic())
         assert "a" not in second.entries
