@@ -144,15 +144,14 @@ class Backlog:
 
     async def run(self) -> None:
         """Retry failed uploads, and upload open files `pause_s` after a change, until cancelled."""
+        is_under_way = self._uploads.is_under_way
         while True:
             if self._staging.pending:
                 await trio.sleep(RETRY_S)
             else:
                 await ACTIVITY.pause(RETRY_S)
             now = trio.current_time()
-            for staged in self._staging.pending:
-                if self._uploads.is_under_way(staged):
-                    continue
+            for staged in [one for one in self._staging.pending if not is_under_way(one)]:
                 if staged.inode.writing:
                     is_due = staged.is_content_dirty and now >= staged.since + pause_s(
                         staged.size()

@@ -21,13 +21,14 @@ import trio
 
 from fusefs.cache.integrity.checksums import BLOCK
 from fusefs.linux.files import closing
+from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.store.checksum import crc32
 
 ATTRIBUTE = "user.fusefs.sum"
 # A content of at most this size is read in less time than a thread switch takes.
 SMALL = 128 << 10
-# Not the default limiter, whose threads write what programs wait to read. Closes wait for `note`.
+# Not the default limiter: programs wait for that one, for `note`, and for checks of small files.
 _noting, _checking = trio.CapacityLimiter(16), trio.CapacityLimiter(4)
 
 
@@ -62,8 +63,8 @@ def forget(staged: StagedFile) -> None:
 
 async def check(staged: StagedFile) -> None:
     """Compare a file's content with its checksum, if it has one; raise EIO if they differ."""
-    expected = staged.sum
-    if expected is None or await _sum_of(staged, _checking) == expected or staged.sum != expected:
+    expected, limiter = staged.sum, _noting if staged.size() <= IN_PARTS else _checking
+    if expected is None or await _sum_of(staged, limiter) == expected or staged.sum != expected:
         return
     raise OSError(
         errno.EIO,

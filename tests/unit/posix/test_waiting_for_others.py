@@ -18,7 +18,7 @@ from fusefs.posix.directory.segment import ABSENT, Segment
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.metadata.deferred_attributes import DeferredAttributes
 from fusefs.posix.nodes.inode_table import InodeTable
-from fusefs.posix.write import flush, uploader
+from fusefs.posix.write import flush, staged_sums, uploader
 from fusefs.posix.write.removals import MANY, Removals
 from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import Durability
@@ -105,6 +105,8 @@ async def test_programs_do_not_wait_behind_uploads_that_no_program_waits_for(
     mount: MortalMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flush, "LATER_S", 0.01)
+    monkeypatch.setattr(staged_sums, "SMALL", 0)
+    monkeypatch.setattr(staged_sums, "_checking", trio.CapacityLimiter(0))  # of large files
     monkeypatch.setattr(uploader, "IN_PARTS", 1)  # larger files have places of their own
     store = mount.store = HeldStore(held := Held())
     store.kinds = ["PUT"]
@@ -253,9 +255,8 @@ async def test_what_a_page_has_left_for_the_next_one_is_not_shown_when_it_is_out
     bucket = Bucket(["a", "a-1", "a-2", "a-3"], page_size=2)  # "a" stands behind "a-3"
     monotonic = time.monotonic
     async with listings(bucket, ttl_s=60) as directories:
-        opened = time.monotonic()
         directory = directories.get("")
-        first = await directories.segment_behind(directory, "", opened)
+        first = await directories.segment_behind(directory, "", time.monotonic())
         assert first.stop is not None
         await wait_all_tasks_blocked()
         monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 1000)
@@ -269,7 +270,6 @@ async def test_a_listing_under_way_shows_changes_before_very_many_others(
 ) -> None:
     monkeypatch.setattr(pending_changes, "MOST_KEPT", 10)
     bucket = Bucket(["gone", "stays"])
-
     async with listings(bucket) as directories:
 
         def change(_request: str, _key: str) -> None:
