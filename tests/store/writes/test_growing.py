@@ -82,6 +82,16 @@ async def test_two_who_send_one_part_wait_for_one_another(
     assert digest(stored(bucket, "file")) == digest(file.data)
 
 
+async def test_a_part_that_changes_while_it_is_sent_is_sent_as_it_is_now(
+    upload: Upload, bucket: Bucket, faulty: FaultyS3, file: LocalFile
+) -> None:
+    faulty.add("PART", times=1, code="BadDigest", before=lambda: file.change(5, b"changed"))
+    for number in upload.missing(file.size):
+        await upload.send(file.fd, [number], file.size)
+    await upload.complete(file.size)
+    assert digest(stored(bucket, "file")) == digest(file.data)
+
+
 async def test_a_part_that_somebody_else_has_sent_is_not_sent_again(
     upload: Upload, faulty: FaultyS3, file: LocalFile
 ) -> None:
