@@ -46,16 +46,12 @@ def fusefs(
 
     A status that is shown is none: its exit status is that of the mounts, also of other tests'.
     """
-    given = {**_clean_environment(), **(environment or {})}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "FUSEFS_"))}
+    given = {**clean, **(environment or {})}
     result = forked_command.run([*map(str, arguments)], given, LIMIT_S)
     if check and result.returncode and not (arguments[0] == "status" and result.stdout):
         raise AssertionError(f"fusefs {arguments} failed: {result.stderr}")
     return result
-
-
-def _clean_environment() -> dict[str, str]:
-    own = ("AWS_", "FUSEFS_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
 
 @dataclass
@@ -104,8 +100,7 @@ class Mount:
             found = mount_status.mount_status(resolve(self.path))
         except CommandError as error:
             raise AssertionError(str(error)) from error
-        result: dict[str, Any] = json.loads(json.dumps(found))
-        return result
+        return dict(json.loads(json.dumps(found)))
 
     def is_recorded(self) -> bool:
         """True if all that has arrived would be found after a kill."""

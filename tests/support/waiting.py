@@ -16,10 +16,10 @@ Found = TypeVar("Found")
 
 def until(condition: Callable[[], Found], what: str = "what the test waits for") -> Found:
     """Wait until a condition holds, and return what it returned."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline, pause_s = time.monotonic() + LIMIT_S, 0.005
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {LIMIT_S:.0f} s: {what}"
-        time.sleep(0.02)
+        time.sleep(pause_s := min(1.2 * pause_s, 0.05))
     return found
 
 

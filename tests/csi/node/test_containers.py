@@ -21,10 +21,10 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runc") is None, reason="there is no runc")
 
-# Reads without a pause: a file that it has open, the same opened anew, and the directory.
+# Reads all the time: a file that it has open, the same opened anew, and the directory.
 # Prints how often, and what went wrong, for each line of its input.
 ALWAYS_READING = """
-import json, os, sys, threading
+import json, os, sys, threading, time
 path = sys.argv[1]
 held = open(path, "rb")
 report = {"reads": 0, "wrong": []}
@@ -37,6 +37,7 @@ def read_on():
         except OSError as error:
             report["wrong"].append(str(error))
         report["reads"] += 1
+        time.sleep(0.002)  # not a processor of its own
 print("ready", flush=True)
 threading.Thread(target=read_on, daemon=True).start()
 for _ in sys.stdin:
