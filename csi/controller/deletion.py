@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def delete(
-    bucket: Bucket,
-    volume: VolumeId,
-    cluster: str,
-    records: VolumeRecords,
-    progress: Progress,
+    bucket: Bucket, volume: VolumeId, cluster: str, records: VolumeRecords, progress: Progress
 ) -> None:
     """Delete a volume's data, unless they must be retained; then delete the volume's record.
 

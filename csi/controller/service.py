@@ -208,9 +208,7 @@ class ControllerService(csi_pb2_grpc.ControllerServicer):
         return csi_pb2.DeleteVolumeResponse()
 
     def ValidateVolumeCapabilities(
-        self,
-        request: csi_pb2.ValidateVolumeCapabilitiesRequest,
-        context: grpc.ServicerContext,
+        self, request: csi_pb2.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi_pb2.ValidateVolumeCapabilitiesResponse:
         if not request.volume_capabilities:
             raise InvalidArgumentError("volume_capabilities: missing")

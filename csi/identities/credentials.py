@@ -26,11 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from csi.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-)
+from csi.errors import FailedPreconditionError, InvalidArgumentError, UnauthenticatedError
 from csi.identities.cluster_caches import CacheSecrets
 from csi.identities.keys import AccessKeys, customer_key_from, keys_from
 from csi.volume.options import Options

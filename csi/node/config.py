@@ -162,11 +162,7 @@ def _add(
     otherwise: str = "%(default)s",
 ) -> None:
     group.add_argument(
-        flag,
-        type=kind,
-        default=default,
-        metavar=metavar,
-        help=f"{text} (default: {otherwise})",
+        flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {otherwise})"
     )
 
 

@@ -30,12 +30,7 @@ from csi.node.mount_record import MountRecord, MountRecords
 from fusefs.launch import preflight, registry
 from fusefs.launch.control import ControlError
 from fusefs.launch.launcher import NotUpError, resume, start
-from fusefs.launch.mount_requests import (
-    daemon_pid,
-    keeper_pid,
-    keeper_request,
-    keeper_status,
-)
+from fusefs.launch.mount_requests import daemon_pid, keeper_pid, keeper_request, keeper_status
 from fusefs.launch.preflight import LaunchError
 from fusefs.launch.registry import MountsError
 from fusefs.linux.mountinfo import KernelMount

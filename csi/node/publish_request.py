@@ -22,11 +22,7 @@ from fusefs.launch.registry import resolve as resolve_path
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 # Access modes under which a node may have a volume at only one path.
 _ONE_TARGET = frozenset(
-    (
-        Mode.SINGLE_NODE_WRITER,
-        Mode.SINGLE_NODE_READER_ONLY,
-        Mode.SINGLE_NODE_SINGLE_WRITER,
-    )
+    (Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER)
 )
 # The volume id that kubelet gives an inline volume: a digest of pod uid and volume name.
 _INLINE_ID = re.compile("csi-[0-9a-f]{64}")

@@ -58,13 +58,7 @@ from csi.node.reconciler import Reconciler
 from csi.node.warmup import Warmups
 from csi.server import end_of
 from csi.volume.location import Location, location_of
-from csi.volume.options import (
-    Options,
-    WarmOption,
-    finished,
-    mount_layer,
-    read_options,
-)
+from csi.volume.options import Options, WarmOption, finished, mount_layer, read_options
 from csi.volume.stores import Stores
 from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
@@ -85,10 +79,7 @@ HELD_POLL_S = 0.2
 
 Request = csi_pb2.NodePublishVolumeRequest
 Capability = csi_pb2.NodeServiceCapability
-CAPABILITIES = (
-    Capability.RPC.VOLUME_MOUNT_GROUP,
-    Capability.RPC.SINGLE_NODE_MULTI_WRITER,
-)
+CAPABILITIES = (Capability.RPC.VOLUME_MOUNT_GROUP, Capability.RPC.SINGLE_NODE_MULTI_WRITER)
 
 
 def make_service(arguments: argparse.Namespace, stores: Stores) -> NodeService:

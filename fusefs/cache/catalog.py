@@ -597,13 +597,7 @@ def _row(values: tuple[Any, ...]) -> Row:
 
 
 def _checksum(
-    name: str,
-    generation: str,
-    st_ino: int,
-    size: int,
-    ranges: bytes,
-    is_synced: bool,
-    boot_id: str,
+    name: str, generation: str, st_ino: int, size: int, ranges: bytes, is_synced: bool, boot_id: str
 ) -> int:
     fields = f"{name}\0{generation}\0{_signed(st_ino)}\0{size}\0{int(is_synced)}\0{boot_id}\0"
     return zlib.crc32(ranges, zlib.crc32(fields.encode()))

@@ -215,10 +215,7 @@ class Disk:
 
     def generation_of(self, name: str, st_ino: int) -> str | None:
         """Find the generation of the file with this name and inode number, or None."""
-        with (
-            contextlib.suppress(OSError),
-            os.scandir(self.folder / name[:2]) as entries,
-        ):
+        with contextlib.suppress(OSError), os.scandir(self.folder / name[:2]) as entries:
             for entry in entries:
                 base, _, generation = entry.name.partition(".")
                 if base == name and entry.inode() == st_ino:

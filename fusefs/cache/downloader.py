@@ -287,11 +287,7 @@ class Downloader:
             self._cache.unpin(file)
 
     def want(
-        self,
-        file: CacheFile,
-        start: int,
-        stop: int,
-        on_end: Callable[[Download], None] = _ignore,
+        self, file: CacheFile, start: int, stop: int, on_end: Callable[[Download], None] = _ignore
     ) -> list[Download]:
         """Start or join downloads of the missing parts of [start, stop); return the downloads.
 
@@ -447,11 +443,7 @@ class FileSink:
     """
 
     def __init__(
-        self,
-        cache: FileCache,
-        latency: DiskLatency,
-        meter: DownloadMeter,
-        download: Download,
+        self, cache: FileCache, latency: DiskLatency, meter: DownloadMeter, download: Download
     ) -> None:
         self._cache = cache
         self._latency = latency

@@ -18,14 +18,7 @@ from fusefs.launch.foreground import Foreground
 from fusefs.launch.mount_requests import keeper_pid, keeper_request
 from fusefs.linux.log_line import FORMAT_VARIABLE
 from fusefs.settings.display import shown
-from fusefs.settings.mount import (
-    FIXED,
-    SETTINGS,
-    MountSettings,
-    RawValue,
-    SettingsError,
-    build,
-)
+from fusefs.settings.mount import FIXED, SETTINGS, MountSettings, RawValue, SettingsError, build
 from fusefs.settings.sources import config_of, from_environment, mistyped
 from fusefs.settings.types import SessionKind
 

@@ -267,10 +267,7 @@ _COMMANDS = (
             _switch(
                 "--wait", "wait until the job has ended; fails if a file is not in the cache then"
             ),
-            _switch(
-                "--cancel",
-                "cancel the jobs at and below PATH; with the mountpoint, all jobs",
-            ),
+            _switch("--cancel", "cancel the jobs at and below PATH; with the mountpoint, all jobs"),
         ),
         usage="%(prog)s [--wait] [--shard I/N] PATH...\n"
         "       %(prog)s [--wait] [--shard I/N] --manifest FILE PATH\n"

@@ -61,11 +61,7 @@ def _below(mountpoint: Path, path: Path) -> str:
 
 
 def wait(
-    mountpoint: Path,
-    below: str,
-    timeout_s: float,
-    *,
-    patience_s: float = 0.0,
+    mountpoint: Path, below: str, timeout_s: float, *, patience_s: float = 0.0
 ) -> list[dict[str, Any]]:
     """Wait until the uploads of files at or below a path have ended; return the failed files.
 

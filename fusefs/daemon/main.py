@@ -197,12 +197,7 @@ class Daemon:
         self.scrub = Scrub(self.cache.residency.pages, self.cache.integrity)
         selector = Selector(self.store, prefix)
         self.warmer = CacheWarmer(
-            self.store,
-            self.cache,
-            self.downloader,
-            self.settings,
-            selector,
-            filler,
+            self.store, self.cache, self.downloader, self.settings, selector, filler
         )
         self.local_copies = LocalCopies(
             self.cache,

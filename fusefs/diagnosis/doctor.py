@@ -81,10 +81,7 @@ def _check_bucket(settings: MountSettings, *, tries_permissions: bool) -> Iterat
 
     async def check() -> list[Finding]:
         return await bucket.check(
-            s3,
-            settings.source.prefix,
-            tries_permissions=tries_permissions,
-            may_write=may_write,
+            s3, settings.source.prefix, tries_permissions=tries_permissions, may_write=may_write
         )
 
     try:

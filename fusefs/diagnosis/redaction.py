@@ -29,7 +29,7 @@ _SECRET_NAME = r"""[\w.-]{0,64}(?:secret|token|passw(?:or)?d|passphrase|private[
 _NAMED = re.compile(
     rf"""(?ix)(["']?\b{_SECRET_NAME}(?:\\*["'])?\s*[=:]\s*)
     (?:(?:Bearer|Basic)\s+)?
-    (\\+"[^"\n]+"?|"(?:\\.|[^"\\\n])+"?|'[^'\n]+'?|[^\s"',;&}}\]]+)""",
+    (\\+"[^"\n]+"?|"(?:\\.|[^"\\\n])+"?|'[^'\n]+'?|[^\s"',;&}}\]]+)"""
 )
 _PATTERNS = (
     re.compile(

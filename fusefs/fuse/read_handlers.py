@@ -222,7 +222,9 @@ class ReadHandlers:
     def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         answer = self._operations.listxattr(nodeid)
-        return packed(answer, lambda names: _sized(_joined(names), size))
+        return packed(
+            answer, lambda names: _sized(b"".join(name.encode() + b"\0" for name in names), size)
+        )
 
 
 def packed(answer: Answer[Answered], pack: Callable[[Answered], Payload]) -> Result:
@@ -335,10 +337,6 @@ _DROPS_PAGES = drops_pages(os.uname().release)
 # Plain numbers: joining enum flags takes longer than the rest of an open's reply.
 _NOFLUSH, _PASSTHROUGH = int(Fopen.NOFLUSH), int(Fopen.PASSTHROUGH)
 _DIRECT_IO, _KEEP_CACHE = int(Fopen.DIRECT_IO), int(Fopen.KEEP_CACHE)
-
-
-def _joined(names: tuple[str, ...]) -> bytes:
-    return b"".join(name.encode() + b"\0" for name in names)
 
 
 def _sized(value: bytes, size: int) -> bytes:

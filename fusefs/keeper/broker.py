@@ -61,13 +61,7 @@ _ALWAYS = frozenset((wire.TICK, wire.ENDING))
 NEW = frozenset((wire.HELLO,))
 UNMOUNTED = _ALWAYS | {wire.MOUNT, wire.DEPOSIT}
 PREPARING = _ALWAYS | {wire.PREPARED}
-ATTACHED = _ALWAYS | {
-    wire.SERVING,
-    wire.BACKING_OPEN,
-    wire.BACKING_CLOSE,
-    wire.UNMOUNT,
-    wire.LOOK,
-}
+ATTACHED = _ALWAYS | {wire.SERVING, wire.BACKING_OPEN, wire.BACKING_CLOSE, wire.UNMOUNT, wire.LOOK}
 
 
 class Broker:

@@ -152,10 +152,7 @@ class ControlSocket:
     """The keeper's named socket; `ask` calls `Client.answer` for each request, at once or later."""
 
     def __init__(
-        self,
-        loop: Loop,
-        listener: Listener | None,
-        ask: Callable[[Client, dict[str, Any]], None],
+        self, loop: Loop, listener: Listener | None, ask: Callable[[Client, dict[str, Any]], None]
     ) -> None:
         self.loop = loop
         self._ask = ask

@@ -250,9 +250,7 @@ def daemon_command(settings: MountSettings) -> list[str]:
 
 
 def daemon_input(
-    settings: MountSettings,
-    user: users.User | None,
-    environment: Mapping[str, str] = os.environ,
+    settings: MountSettings, user: users.User | None, environment: Mapping[str, str] = os.environ
 ) -> str:
     """Return the standard input of a daemon that runs as `user`: settings and files, as JSON.
 

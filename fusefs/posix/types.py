@@ -12,9 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.store.contract import Store
-from fusefs.store.errors import NotFoundError, StoreError
-from fusefs.store.interface import ObjectInfo
+from fusefs.store.errors import StoreError
 
 Result = TypeVar("Result")
 # Greater than any thread id.
@@ -178,14 +176,6 @@ class ReadCounters:
             self.miss(fetched)
         else:
             self.hits += 1
-
-
-async def find(store: Store, key: str) -> ObjectInfo | None:
-    """Request the object under a key by a HEAD; None if the bucket has none."""
-    try:
-        return await store.head(key)
-    except NotFoundError:
-        return None
 
 
 async def waiting(answer: Awaitable[Result]) -> Result:

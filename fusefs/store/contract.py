@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from fusefs.store.errors import NotFoundError
 from fusefs.store.fencing import TokenSource
 from fusefs.store.interface import (
     PLAIN,
@@ -97,10 +98,7 @@ class Store(Source, Protocol):
         """Return the multipart uploads of all clients below `prefix`; abort only your own."""
 
     async def copy(
-        self,
-        source: ObjectInfo | ObjectVersion,
-        key: str,
-        write: Write = PLAIN,
+        self, source: ObjectInfo | ObjectVersion, key: str, write: Write = PLAIN
     ) -> ObjectInfo:
         """Copy exactly `source` to `key` on the server, whatever its size.
 
@@ -132,8 +130,22 @@ class Store(Source, Protocol):
     ) -> list[DeleteFailure]:
         """Delete objects, those in `etags` only if they have that ETag; return the failures."""
 
+    async def confirm(self, key: str, found: ObjectInfo | None) -> None:
+        """Record that S3 has `found` at `key` (None: no object) after a change without an answer.
+
+        StoreError if a request before that change, executed late, has removed the object again.
+        """
+
     def counters(self) -> dict[str, int]:
         """Return the numbers of requests and bytes since the start, by their names in `status`.
 
         `connections` is not a sum: it is the number of requests that may run at once now.
         """
+
+
+async def find(store: Store, key: str) -> ObjectInfo | None:
+    """Request the object under a key by a HEAD; None if the bucket has none."""
+    try:
+        return await store.head(key)
+    except NotFoundError:
+        return None

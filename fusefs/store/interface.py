@@ -351,9 +351,6 @@ class UnansweredChanges:
         """Return the keys below a prefix whose last change got no answer."""
         return []
 
-    def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        """Record that S3 has confirmed `found` as the object at `key`; None: the key has none."""
-
     def renamed_below(self, prefix: str) -> None:
         """Record that no object should be left below a prefix: the directory was renamed."""
 

@@ -72,9 +72,7 @@ METRICS: dict[str, Metric] = {
     "cache_evicted_bytes_total": Metric("counter", "Bytes evicted from the cache."),
     "cache_written_bytes_total": Metric("counter", "Bytes that were written to the cache's disk."),
     "prefetch_bytes_total": Metric(
-        "counter",
-        "Bytes fetched ahead: read (used), or evicted unread (wasted).",
-        ("outcome",),
+        "counter", "Bytes fetched ahead: read (used), or evicted unread (wasted).", ("outcome",)
     ),
     "s3_requests_total": Metric("counter", "Requests sent to S3.", ("operation", "code")),
     "s3_request_duration_seconds": Metric(
@@ -155,11 +153,7 @@ def answer(samples: Mapping[str, Iterable[Sample]]) -> dict[str, Any]:
     """Return the answer to the request "metrics", with the samples of each name."""
     return {
         "metrics": {
-            name: {
-                "type": metric.type,
-                "help": metric.help,
-                "samples": list(samples.get(name, ())),
-            }
+            name: {"type": metric.type, "help": metric.help, "samples": list(samples.get(name, ()))}
             for name, metric in METRICS.items()
         }
     }

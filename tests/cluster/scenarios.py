@@ -104,12 +104,7 @@ def _static(name: str, attributes: dict[str, str], **more: Object) -> Object:
 
 def inline_and_warm(cluster: Cluster) -> str:
     """An inline volume that is fetched before its pod starts."""
-    attributes = {
-        "store": "tests",
-        "bucket": "inline",
-        "prefix": "warm/",
-        "anonymous": "true",
-    }
+    attributes = {"store": "tests", "bucket": "inline", "prefix": "warm/", "anonymous": "true"}
     driver: Object = {"driver": "s3.csi.fusefs.dev", "volumeAttributes": attributes}
     write = "for i in 1 2 3; do head -c 3000000 /dev/urandom > /v/$i; done"
     with Namespace(cluster, "inline", "privileged") as space:

@@ -17,12 +17,7 @@ from pathlib import Path
 
 import grpc
 
-from csi.generated import (
-    csi_pb2,
-    csi_pb2_grpc,
-    pluginregistration_pb2,
-    pluginregistration_pb2_grpc,
-)
+from csi.generated import csi_pb2, csi_pb2_grpc, pluginregistration_pb2, pluginregistration_pb2_grpc
 
 REGISTRY = Path("/registration")
 
@@ -38,10 +33,7 @@ class Registrar(pluginregistration_pb2_grpc.RegistrationServicer):
         self, request: pluginregistration_pb2.InfoRequest, context: grpc.ServicerContext
     ) -> pluginregistration_pb2.PluginInfo:
         return pluginregistration_pb2.PluginInfo(
-            type="CSIPlugin",
-            name=self._name,
-            endpoint=self._endpoint,
-            supported_versions=["1.0.0"],
+            type="CSIPlugin", name=self._name, endpoint=self._endpoint, supported_versions=["1.0.0"]
         )
 
     def NotifyRegistrationStatus(

@@ -52,12 +52,7 @@ def disruptive(cluster: Cluster) -> Report:
 
 
 def _external(
-    cluster: Cluster,
-    name: str,
-    focus: str,
-    skip: str,
-    processes: int,
-    before: tuple[str, ...] = (),
+    cluster: Cluster, name: str, focus: str, skip: str, processes: int, before: tuple[str, ...] = ()
 ) -> Report:
     place = cluster.logs / name
     place.mkdir(parents=True, exist_ok=True)

@@ -61,6 +61,8 @@ class MemoryStore:
         self.page_size = 1000
         self._clock = itertools.count(1_000_000)
 
+    async def confirm(self, _key: str, _found: ObjectInfo | None) -> None: ...
+
     def put(self, key: str, data: bytes = b"", **metadata: str) -> None:
         etag = f'"{hashlib.md5(data).hexdigest()}"'
         info = ObjectInfo(

@@ -64,10 +64,7 @@ class Collector:
 
 
 async def download(
-    store: S3Store,
-    info: ObjectInfo | ObjectVersion,
-    start: int = 0,
-    stop: int | None = None,
+    store: S3Store, info: ObjectInfo | ObjectVersion, start: int = 0, stop: int | None = None
 ) -> bytes:
     """Download a range; checks that the pieces come in order and without gaps."""
     version = info.version if isinstance(info, ObjectInfo) else info

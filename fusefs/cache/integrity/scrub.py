@@ -33,9 +33,7 @@ class Scrub:
     """The scrub of one cache; `pages(n)` yields files above n bytes. Belongs to the event loop."""
 
     def __init__(
-        self,
-        pages: Callable[[int], AsyncIterator[list[CacheFile]]],
-        integrity: Integrity,
+        self, pages: Callable[[int], AsyncIterator[list[CacheFile]]], integrity: Integrity
     ) -> None:
         self._pages = pages
         self._integrity = integrity

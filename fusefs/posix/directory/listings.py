@@ -42,9 +42,8 @@ from fusefs.posix.directory.walk import Expect, Walk, Walks, run_ahead
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.temporary_names import is_temporary
-from fusefs.posix.types import find
 from fusefs.settings.patterns import PathRules
-from fusefs.store.contract import Store
+from fusefs.store.contract import Store, find
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage
 

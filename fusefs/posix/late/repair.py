@@ -108,6 +108,8 @@ class Repairer:
         if result == CheckResult.FOREIGN:
             logger.info("%s is somebody else's by now", entry.key)
             self._uncertain_keys.expect(entry, None, None)
+        if result == CheckResult.NEWER:  # else a rename of the directory would wait for the old one
+            self._uncertain_keys.expect(entry, found, None, is_acknowledged=False)
         if result != CheckResult.UNDONE:
             return True
         if isinstance(entry.expected, Absent) and entry.key.endswith("/"):

@@ -68,11 +68,12 @@ def boottime() -> float:
 class CheckResult(enum.Enum):
     """The result of a check of an uncertain key.
 
-    `UNDONE`: a late request has undone the last acknowledged change. `FOREIGN`: another
-    client has changed the key since.
+    `UNDONE`: a late request has undone the last acknowledged change. `NEWER`: a later request,
+    unanswered, has changed the key. `FOREIGN`: another client has changed the key since.
     """
 
     AS_EXPECTED = enum.auto()
+    NEWER = enum.auto()
     UNDONE = enum.auto()
     FOREIGN = enum.auto()
 
@@ -142,8 +143,7 @@ class UncertainKey:
         makers = self.possible_makers(found)
         if not makers:
             return CheckResult.FOREIGN
-        is_undone = any(not one.is_newer for one in makers)
-        return CheckResult.UNDONE if is_undone else CheckResult.AS_EXPECTED
+        return CheckResult.UNDONE if any(not one.is_newer for one in makers) else CheckResult.NEWER
 
     def possible_makers(self, found: KeyState) -> list[UnansweredRequest]:
         """The unanswered requests that may have led to the state that was found."""
@@ -265,12 +265,22 @@ class UncertainKeys(UnansweredChanges):
         self.woken.set()
         return entry
 
-    def expect(self, entry: UncertainKey, state: KeyState | None, content: str | None) -> None:
-        """Record the expected state (None: unknown) after a change, and the content's file name."""
+    def expect(
+        self,
+        entry: UncertainKey,
+        state: KeyState | None,
+        content: str | None,
+        *,
+        is_acknowledged: bool = True,
+    ) -> None:
+        """Record the expected state (None: unknown) after a change, and the content's file name.
+
+        If the change `is_acknowledged`, no unanswered request is newer.
+        """
         old, entry.content = entry.content, content
         entry.expected = state
         for one in entry.unanswered:
-            one.is_newer = False
+            one.is_newer = one.is_newer and not is_acknowledged
         self.record(entry)
         if old is not None and old != content:
             self.remove(old)
@@ -365,11 +375,6 @@ class UncertainKeys(UnansweredChanges):
     def unconfirmed_below(self, prefix: str) -> list[str]:
         below = self._below(prefix)
         return [entry.key for entry in below if any(one.is_newer for one in entry.unanswered)]
-
-    def confirm(self, key: str, found: ObjectInfo | None) -> None:
-        entry = self._entries.get(key)
-        if entry is not None:
-            self.expect(entry, found or ABSENT, None)
 
     def renamed_below(self, prefix: str) -> None:
         for entry in self._below(prefix):

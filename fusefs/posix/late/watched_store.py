@@ -24,6 +24,7 @@ import trio
 
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, KeyState, UncertainKey, UncertainKeys, boottime
+from fusefs.store.contract import find
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import (
@@ -241,12 +242,16 @@ class WatchedStore:
         elif content is not None:
             self.uncertain_keys.remove(content)
 
+    async def confirm(self, key: str, found: ObjectInfo | None) -> None:
+        async with self._alone(key, is_covered=True) as held:
+            if found is None:
+                self._acknowledged(held, ABSENT, None)
+            elif not await self._acknowledge_anew(held, found):
+                raise StoreError(f"{key} was undone by a late request of this mount")
+
     async def current_state(self, key: str) -> KeyState:
         """Request the state of a key: its object, or ABSENT."""
-        try:
-            return await self.inner.head(key)
-        except NotFoundError:
-            return ABSENT
+        return await find(self.inner, key) or ABSENT
 
     async def _acknowledge_anew(self, entry: UncertainKey, info: ObjectInfo) -> bool:
         """Record a key's state after a change; download its content, which only the bucket has.

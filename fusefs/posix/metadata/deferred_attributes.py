@@ -31,8 +31,7 @@ from fusefs.posix.journal.line_log import LineLog, line, load_lines
 from fusefs.posix.nodes.names import is_at_or_below
 from fusefs.posix.nodes.object_metadata import Meta, read
 from fusefs.posix.tasks import judged
-from fusefs.posix.types import find
-from fusefs.store.contract import Store
+from fusefs.store.contract import Store, find
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import ObjectInfo, Write

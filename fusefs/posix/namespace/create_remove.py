@@ -32,9 +32,10 @@ from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta, read
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
-from fusefs.posix.types import Caller, find
+from fusefs.posix.types import Caller
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
+from fusefs.store.contract import find
 from fusefs.store.errors import (
     ConflictError,
     ExistsError,
@@ -259,7 +260,7 @@ class CreateRemove(MountPart):
             if self._is_repeated(caller):
                 made = await self._made_before(inode, prefix + name)
             if made is not None:
-                self._unanswered.confirm(prefix + name, made)
+                await self._store.confirm(prefix + name, made)
             else:
                 copy = partial(self._copy_as_is, inode, staged, prefix + name)
                 made = await self._put_new(to, name, copy)
@@ -377,7 +378,7 @@ class CreateRemove(MountPart):
             entry = await self._find(parent, name)
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
-                    self._unanswered.confirm(self._inodes.key(parent) + name, None)
+                    await self._store.confirm(self._inodes.key(parent) + name, None)
                     self._gone(parent, name)
                     return
                 raise OSError(errno.ENOENT, name)
@@ -411,7 +412,7 @@ class CreateRemove(MountPart):
             entry = await self._find(parent, name)
             if isinstance(entry, Absent):
                 if self._is_repeated(caller):
-                    self._unanswered.confirm(prefix, None)
+                    await self._store.confirm(prefix, None)
                     self._gone(parent, name, UNCOVERED)
                     return
                 raise OSError(errno.ENOENT, name)

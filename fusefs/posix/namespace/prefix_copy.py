@@ -17,8 +17,7 @@ from itertools import groupby
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.object_metadata import SECOND_NS
 from fusefs.posix.tasks import for_each
-from fusefs.posix.types import find
-from fusefs.store.contract import Store
+from fusefs.store.contract import Store, find
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError, UnreachableError
 from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Write
 from fusefs.store.s3.head import sendable

@@ -29,10 +29,11 @@ from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import Name, PrefixLock
 from fusefs.posix.tasks import for_each
-from fusefs.posix.types import Caller, find
+from fusefs.posix.types import Caller
 from fusefs.posix.write import staging_record
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.writer import Writer
+from fusefs.store.contract import find
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.interface import IF_ABSENT, Condition, Expect, ObjectInfo
 
@@ -165,24 +166,14 @@ class NameChanges(CreateRemove):
         An error is raised, but the file stays renamed and is sent later. The caller holds no lock.
         """
         try:
-            if self._is_to_be_sent(staged, old_key):
-                await self._writer.uploads.wait(staged)
-            elif self._is_on_disk_alone(staged) and self._waits_for_disk(staged, staged.key):
-                await self._writer.staging.make_safe(staged)
+            if staged.is_closed and staged.is_dirty and staged.inode.staged is staged:
+                if self._waits_for_disk(staged, staged.key):
+                    await self._writer.staging.make_safe(staged)
+                elif self._waits_for_disk(staged, old_key):
+                    await self._writer.uploads.wait(staged)
         except (OSError, StoreError):
             self._notifier.invalidate_names()  # the kernel believes that nothing was renamed
             raise
-
-    def _is_on_disk_alone(self, staged: StagedFile) -> bool:
-        return staged.is_closed and staged.is_dirty and staged.inode.staged is staged
-
-    def _is_to_be_sent(self, staged: StagedFile, old_key: str) -> bool:
-        """True if a closed file needs an upload: its new key demands that, unlike the old one."""
-        return (
-            self._is_on_disk_alone(staged)
-            and self._waits_for_disk(staged, old_key)
-            and not self._waits_for_disk(staged, staged.key)
-        )
 
     def _waits_for_disk(self, staged: StagedFile, key: str) -> bool:
         """True if the close of a file with this key waits only for the local disk."""
@@ -245,7 +236,7 @@ class NameChanges(CreateRemove):
             if not isinstance(target, Absent):
                 target = self._file_now(*new, target)
             if isinstance(entry, Absent) and (inode is None or inode.info is None):
-                self._unanswered.confirm(old_key, None)
+                await self._store.confirm(old_key, None)
                 return
             there = None if isinstance(target, Absent) else target.etag or None
             known_etag = there if rival is None else rival.etag
@@ -268,7 +259,10 @@ class NameChanges(CreateRemove):
                 self._stand_for_new_name(staged, made, known_etag)
             self._mover.move_file(inode, old, new, moved)
             self._mover.follow(copied, uncached)
-            self._record_renamed(staged, rival)
+            if staged is not None:  # recorded under its new name before `rival` loses it
+                self._writer.staging.try_record(staged)
+            if rival is not None:
+                self._writer.staging.unlink(rival)
             self._writer.deferred.renamed(old_key, made.new if made is not None else None)
         self._let_go(rival)
         if staged is not None and made is not None and made.sent is not None:
@@ -296,8 +290,8 @@ class NameChanges(CreateRemove):
             made = await self._store.head(key)
             if made.etag != source.etag:
                 self._refuse_undone(source.key)
-            self._unanswered.confirm(source.key, None)
-            self._unanswered.confirm(key, made)
+            await self._store.confirm(source.key, None)
+            await self._store.confirm(key, made)
             return Made(source, made)
         if staged is None:
             meta = described.meta if described is not None else None
@@ -350,13 +344,6 @@ class NameChanges(CreateRemove):
             return await self._copy_staged(staged, source, new, condition)
         return None
 
-    def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
-        """Record that `staged` has the name of `rival`, and then that `rival` has none."""
-        if staged is not None:
-            self._writer.staging.try_record(staged)
-        if rival is not None:
-            self._writer.staging.unlink(rival)
-
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, new: Name, condition: Condition
     ) -> Made:
@@ -402,7 +389,7 @@ class NameChanges(CreateRemove):
             is_equal = made.etag == source.etag
             if (was_there and not is_equal) or not (is_gone or (is_equal and not was_there)):
                 raise
-            self._unanswered.confirm(key, made)
+            await self._store.confirm(key, made)
             return source, made
 
     async def _delete_renamed(
@@ -428,7 +415,7 @@ class NameChanges(CreateRemove):
         except (StoreError, OSError):
             there = None if made is None else await self._look(key)
             if isinstance(there, Absent) or (there and etag not in (None, there.etag)):
-                self._unanswered.confirm(key, None)
+                await self._store.confirm(key, None)
                 return
             if rival is not None and state is not None:
                 rival.state = state
@@ -506,4 +493,4 @@ class NameChanges(CreateRemove):
                 continue
             found = await self._store.head(key)
             if found.etag == made.etag:
-                self._unanswered.confirm(key, found)
+                await self._store.confirm(key, found)

@@ -31,8 +31,9 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.handles import WRITING, FileHandle
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write.writer import Writer
+from fusefs.store.contract import find
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo, ObjectVersion
 

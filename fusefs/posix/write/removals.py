@@ -371,6 +371,7 @@ class StoreAfterRemovals:
         self.unanswered = store.unanswered
         # Requests about versions and multipart uploads need not wait for removals.
         self.download = store.download
+        self.confirm = store.confirm
         self.complete = store.complete
         self.abort_upload = store.abort_upload
         self.list_uploads = store.list_uploads

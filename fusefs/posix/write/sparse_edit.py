@@ -20,8 +20,7 @@ import trio
 from fusefs.cache.downloader import Downloader, NotKeptError
 from fusefs.cache.file_cache import FileCache
 from fusefs.posix.nodes.edit_base import IN_PARTS, PAGE, EditBase, has_small_holes, page_edges
-from fusefs.posix.types import find
-from fusefs.store.contract import Store
+from fusefs.store.contract import Store, find
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectVersion
 

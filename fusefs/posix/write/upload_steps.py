@@ -36,11 +36,10 @@ from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.edit_base import IN_PARTS, EditBase
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.tasks import for_each
-from fusefs.posix.types import find
 from fusefs.posix.write.aborts import MAY_PASS, want_of
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import SparseEditor
-from fusefs.store.contract import Store
+from fusefs.store.contract import Store, find
 from fusefs.store.errors import (
     ConflictError,
     NotFoundError,

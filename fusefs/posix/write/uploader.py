@@ -28,13 +28,12 @@ from fusefs.posix.nodes.edit_base import IN_PARTS
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.tasks import judged
-from fusefs.posix.types import find
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import is_undecided
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sparse_edit import BaseLostError, SparseEditor
 from fusefs.posix.write.upload_steps import CREATED_BY, UploadSteps, content_type
-from fusefs.store.contract import Store
+from fusefs.store.contract import Store, find
 from fusefs.store.errors import (
     ConflictError,
     CredentialsError,
@@ -378,7 +377,7 @@ class Uploader(UploadSteps):
             # The object has the attributes of the earlier attempt.
             sent = without_token(theirs.metadata or {})
             staged.is_meta_dirty = sent != staged.described().as_metadata()
-            self._unanswered.confirm(theirs.key, theirs)
+            await self._store.confirm(theirs.key, theirs)
             self._landed(staged, theirs)
             return
         if not staged.is_content_dirty:

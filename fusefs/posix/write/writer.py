@@ -31,7 +31,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
-from fusefs.posix.types import Answer, Caller, OpenResult, find, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult, waiting
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import EmptyObjects, is_undecided
@@ -40,6 +40,7 @@ from fusefs.posix.write.removals import Removals
 from fusefs.posix.write.rules import Writing
 from fusefs.posix.write.sharing import Sharing
 from fusefs.posix.write.sparse_edit import SparseEditor, write_fully
+from fusefs.store.contract import find
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.store.interface import ObjectInfo
 from fusefs.telemetry.stalls import WaitCause, stage

@@ -35,11 +35,7 @@ from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.server_clock import ServerClock
 from fusefs.store.http.sigv4 import Signer
 from fusefs.store.s3.address import Address
-from fusefs.store.s3.settings import (
-    S3Settings,
-    customer_key_obstacle,
-    obstacle,
-)
+from fusefs.store.s3.settings import S3Settings, customer_key_obstacle, obstacle
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials, ReadOnlyCredentials

@@ -85,6 +85,9 @@ class S3Store:
         """The time (trio's seconds) of S3's last answer: a success, or an error like 404 or 412."""
         return self.requester.last_answer
 
+    async def confirm(self, key: str, found: ObjectInfo | None) -> None:
+        """Do nothing: this store does not record which changes had no answer."""
+
     async def check(self, prefix: str) -> None:
         """Check that the bucket can be listed below `prefix`.
 
@@ -161,13 +164,7 @@ class S3Store:
         return await self.sorted_listings.page(prefix, delimiter, start_after, max_keys)
 
     async def _page(
-        self,
-        prefix: str,
-        delimiter: str,
-        token: str,
-        *,
-        start_after: str = "",
-        max_keys: int,
+        self, prefix: str, delimiter: str, token: str, *, start_after: str = "", max_keys: int
     ) -> ListPage:
         """Return the next page of a listing in the store's order, empty only at the end.
 

@@ -19,11 +19,7 @@ from tests.support.sharing import PATIENCE_S
 MOST = 2
 MEMORY = 128 * MIB
 CONNECTIONS = 8
-FLAGS = (
-    f"--max-volumes={MOST}",
-    f"--memory-limit={MEMORY}",
-    f"--max-connections={CONNECTIONS}",
-)
+FLAGS = (f"--max-volumes={MOST}", f"--memory-limit={MEMORY}", f"--max-connections={CONNECTIONS}")
 
 
 def settings_of(node: Node) -> list[MountSettings]:

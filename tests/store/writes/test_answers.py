@@ -22,10 +22,7 @@ async def test_another_object_with_the_same_bytes_is_not_ones_own(
 ) -> None:
     file = make_file(size)
     ends = "COMPLETE" if operation == "PART" else "PUT"
-    async with (
-        opened(bucket, bucket.server) as other,
-        opened(bucket, faulty) as store,
-    ):
+    async with opened(bucket, bucket.server) as other, opened(bucket, faulty) as store:
         token = trio.lowlevel.current_trio_token()
 
         def overtake() -> None:

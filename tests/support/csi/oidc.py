@@ -158,11 +158,7 @@ def iam_config(
                 "name": "cluster",
                 "type": "oidc",
                 "enabled": True,
-                "config": {
-                    "issuer": issuer,
-                    "clientId": audience,
-                    "jwksUri": keys,
-                },
+                "config": {"issuer": issuer, "clientId": audience, "jwksUri": keys},
             }
         ],
         "policy": {"defaultEffect": "Deny"},

@@ -199,11 +199,7 @@ def test_an_interrupt_before_a_command_has_begun_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "first"),
-    [
-        ((), "usage: fusefs [-h]"),
-        (("-V",), f"fusefs {fusefs.__version__}"),
-    ],
+    ("arguments", "first"), [((), "usage: fusefs [-h]"), (("-V",), f"fusefs {fusefs.__version__}")]
 )
 def test_help_and_the_version_are_found_however_they_are_called(
     arguments: tuple[str, ...], first: str, capsys: pytest.CaptureFixture[str]

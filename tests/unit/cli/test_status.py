@@ -332,7 +332,7 @@ STALLS: dict[str, Any] = {
         "10": {"any": 0.0},
         "60": {"any": 0.38, "s3_first_byte": 0.31, "connection": 0.07, "cache_disk": 0.001},
         "300": {"any": 0.02, "s3_first_byte": 0.02},
-    },
+    }
 }
 
 

@@ -334,12 +334,7 @@ async def changed(bucket: Bucket, directory: Path, count: int) -> AsyncIterator[
 
     async with trio.open_nursery() as nursery:
         made = DeferredAttributes(
-            nursery,
-            directory,
-            bucket,
-            OwnObjects(bucket),
-            landed,
-            lambda _info: None,
+            nursery, directory, bucket, OwnObjects(bucket), landed, lambda _info: None
         )
         for number in range(count):
             made.put(ObjectInfo(f"file{number}", 7, '"1"', 0), Meta(0o600, 0, 0))

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.errors import StoreError
+from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
 from tests.support.memory_store import MemoryStore, failing
@@ -88,9 +90,35 @@ async def test_a_copy_that_is_undone_each_time_fails(
     assert entry.expected is None
 
 
+async def test_what_was_undone_before_it_is_safe_is_not_confirmed(
+    bucket: Bucket, watched: WatchedStore
+) -> None:
+    bucket.put("new", b"data")
+    found = await watched.head("new")
+    del bucket.objects["new"]
+    with pytest.raises(StoreError, match="was undone by a late request"):
+        await watched.confirm("new", found)
+
+
+async def test_what_a_killed_process_sent_last_is_what_the_next_expects(
+    bucket: Bucket, late: UncertainKeys, watched: WatchedStore
+) -> None:
+    """A rename of its directory waited five minutes for the object that it had replaced."""
+    bucket.put("new", b"old")
+    await watched.confirm("new", await watched.head("new"))
+    late.note_unanswered(Change(PUT, "new", ("0123456789abcdef-1",)))
+    bucket.put("new", b"newer", **{CHANGE: "0123456789abcdef-1"})
+    entry = late.get("new")
+    await Repairer(watched, lambda *_: None).check(entry)
+    assert late.expected_below("") == [await watched.head("new")]
+    assert (late.directory / entry.content).read_bytes() == b"newer"
+    assert late.unconfirmed_below("") == ["new"]  # another attempt may come yet
+
+
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[MortalMount]:
     made = MortalMount(tmp_path)
+    made.store = Bucket()
     yield made
     if isinstance(made.store.unanswered, UncertainKeys):
         made.store.unanswered.close(remove=False)
@@ -102,13 +130,15 @@ def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
     late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
     late.expect(late.note_unanswered(Change(DELETE, key)), ABSENT, None)
     late.note_unanswered(Change(kind, key, ("token",)))
+    mount.store.confirm = WatchedStore(cast(S3Store, cast(Any, mount.store)), late).confirm
     return late
 
 
 def check(late: UncertainKeys, key: str) -> None:
-    """A late DELETE is repaired."""
+    """A late DELETE is repaired: the content is here."""
     entry = late.get(key)
     assert entry.check(ABSENT) is CheckResult.UNDONE
+    assert (late.directory / entry.content).read_bytes() == b"content"
 
 
 async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
