@@ -46,7 +46,8 @@ def is_probed(mount: Mount) -> bool:
 
 @states(
     "Changes carry a condition about what they replace, so that one that is executed late does not"
-    " undo a later change of the content, where the store honours conditions."
+    " undo a later change of the content, where the store honours conditions, unless a removal of"
+    " the same content is executed late before it."
 )
 def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3) -> None:
     root = mount().path
