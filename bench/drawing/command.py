@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +40,10 @@ def draw_result(path: Path, directory: Path) -> list[Path]:
         ResultError: the file is not a result of the bench.
         OSError: a picture could not be written.
     """
-    result = None if is_simulation(path) else load(path)
+    drawn_whole = is_simulation(path) or _is_utilisation(path)
+    result = None if drawn_whole else load(path)
     try:
+        from bench.drawing import utilisation
         from bench.drawing.svg import draw
         from bench.scale import picture as simulated
     except ModuleNotFoundError as error:
@@ -49,7 +53,8 @@ def draw_result(path: Path, directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     if result is None:
         target = directory / f"{path.stem}.svg"
-        target.write_bytes(simulated.draw(path))
+        kind = simulated if is_simulation(path) else utilisation
+        target.write_bytes(kind.draw(path))
         return [target]
     written = []
     for profile in result["profiles"]:
@@ -60,6 +65,12 @@ def draw_result(path: Path, directory: Path) -> list[Path]:
     if not written:
         raise DrawingError(f"{path}: has no row that is drawn")
     return written
+
+
+def _is_utilisation(path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return "utilisation" in json.loads(path.read_bytes())
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:
