@@ -109,7 +109,7 @@ class Repairer:
             logger.info("%s is somebody else's by now", entry.key)
             self._uncertain_keys.expect(entry, None, None)
         if result == CheckResult.NEWER:  # else a rename of the directory would wait for the old one
-            self._uncertain_keys.expect(entry, found, None, is_acknowledged=False)
+            await self._store.adopt(entry, found)
         if result != CheckResult.UNDONE:
             return True
         if isinstance(entry.expected, Absent) and entry.key.endswith("/"):

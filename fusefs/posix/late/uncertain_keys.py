@@ -378,8 +378,7 @@ class UncertainKeys(UnansweredChanges):
 
     def renamed_below(self, prefix: str) -> None:
         for entry in self._below(prefix):
-            if not isinstance(entry.expected, Absent):
-                self.expect(entry, ABSENT, None)
+            self.expect(entry, ABSENT, None)
 
     async def restored(self, key: str) -> ObjectInfo | None:
         entry = self._entries.get(key)

@@ -243,11 +243,33 @@ class WatchedStore:
             self.uncertain_keys.remove(content)
 
     async def confirm(self, key: str, found: ObjectInfo | None) -> None:
+        entry = self.uncertain_keys.get(key)
+        if entry is None:
+            return
+        if found is None:  # without the lock, so that a repair that is under way notices
+            self.uncertain_keys.expect(entry, ABSENT, None)
+            return
         async with self._alone(key, is_covered=True) as held:
-            if found is None:
-                self._acknowledged(held, ABSENT, None)
-            elif not await self._acknowledge_anew(held, found):
+            there = await find(self.inner, key)
+            is_same = there is not None and (there.etag, there.token) == (found.etag, found.token)
+            if not is_same or not await self._acknowledge_anew(held, found):
                 raise StoreError(f"{key} was undone by a late request of this mount")
+
+    async def adopt(self, entry: UncertainKey, found: KeyState) -> None:
+        """Expect the state that an unanswered request after the last acknowledged change has made.
+
+        The content of the older state is kept as long as that of the newer one is not here.
+        """
+        content, older = None, entry.expected
+        if isinstance(found, ObjectInfo):
+            if isinstance(older, ObjectInfo) and older.etag == found.etag:
+                content = entry.content
+            elif found.size <= FETCHED_AT_ONCE:
+                with suppress(NotFoundError, StaleVersionError):
+                    content = await self._fetched(entry, found)
+            if content is None and found.size and entry.content is not None:
+                return
+        self.uncertain_keys.expect(entry, found, content, is_acknowledged=False)
 
     async def current_state(self, key: str) -> KeyState:
         """Request the state of a key: its object, or ABSENT."""

@@ -21,7 +21,7 @@ from fusefs.posix.directory.segment import ABSENT, Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.mount_state import MountState
 from fusefs.posix.namespace.create_remove import CreateRemove
-from fusefs.posix.namespace.prefix_copy import PrefixCopy, copy_current
+from fusefs.posix.namespace.prefix_copy import AT_ONCE, PrefixCopy, copy_current
 from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.inode_table import Inode
@@ -487,10 +487,12 @@ class NameChanges(CreateRemove):
             source = copies.sources.get(expected.key)
             if source is None or source.etag != expected.etag:
                 self._refuse_undone(expected.key)
-        for key in self._unanswered.unconfirmed_below(copies.new):
+
+        async def confirm(key: str) -> None:
             made = copies.made.get(copies.old + key.removeprefix(copies.new))
-            if made is None or made.key != key:
-                continue
-            found = await self._store.head(key)
-            if found.etag == made.etag:
-                await self._store.confirm(key, found)
+            if made is not None and made.key == key:
+                found = await self._store.head(key)
+                if found.etag == made.etag:
+                    await self._store.confirm(key, found)
+
+        await for_each(confirm, self._unanswered.unconfirmed_below(copies.new), AT_ONCE)

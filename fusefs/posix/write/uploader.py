@@ -358,9 +358,13 @@ class Uploader(UploadSteps):
         self.note_uploaded(staged, info, described)
         if attempt.is_background:
             staged.is_rewrite = False  # the old object has been replaced
-        if staged.may_be_mapped and staged.stamp() not in (stamp, (stamp[0], info.mtime_ns)):
-            staged.touch()  # a program has stored through a mapping meanwhile
+        self._touch_stored(staged, stamp, info)
         self._landed(staged, info)
+
+    def _touch_stored(self, staged: StagedFile, stamp: tuple[int, int], info: ObjectInfo) -> None:
+        """Note stores through a mapping since `stamp`, after which `info` was sent."""
+        if staged.may_be_mapped and staged.stamp() not in (stamp, (stamp[0], info.mtime_ns)):
+            staged.touch()
 
     async def _yield_to(
         self, staged: StagedFile, theirs: ObjectInfo | None, error: Exception
@@ -370,14 +374,15 @@ class Uploader(UploadSteps):
         Raises EEXIST for a file that was to be new, else ESTALE, unless `theirs` has the content.
         """
         await self.abandon(staged)
-        described = staged.meta_changes
+        described, stamp = staged.meta_changes, staged.stamp()
         if theirs is not None and await self.is_content_of(theirs, staged):
             # Uploaded by an earlier process that died before it could record this.
+            await self._store.confirm(theirs.key, theirs)
             self.note_uploaded(staged, theirs, described)
             # The object has the attributes of the earlier attempt.
             sent = without_token(theirs.metadata or {})
             staged.is_meta_dirty = sent != staged.described().as_metadata()
-            await self._store.confirm(theirs.key, theirs)
+            self._touch_stored(staged, stamp, theirs)
             self._landed(staged, theirs)
             return
         if not staged.is_content_dirty:

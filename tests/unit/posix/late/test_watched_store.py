@@ -11,7 +11,7 @@ from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
-from fusefs.store.errors import StoreError
+from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.fencing import CHANGE
 from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.store import S3Store
@@ -105,11 +105,15 @@ async def test_what_a_killed_process_sent_last_is_what_the_next_expects(
 ) -> None:
     """A rename of its directory waited five minutes for the object that it had replaced."""
     bucket.put("new", b"old")
-    await watched.confirm("new", await watched.head("new"))
+    await watched.confirm("new", old := await watched.head("new"))
     late.note_unanswered(Change(PUT, "new", ("0123456789abcdef-1",)))
     bucket.put("new", b"newer", **{CHANGE: "0123456789abcdef-1"})
-    entry = late.get("new")
-    await Repairer(watched, lambda *_: None).check(entry)
+    entry, repairer = late.get("new"), Repairer(watched, lambda *_: None)
+    bucket.before = failing(NotFoundError, ("GET", "new"))
+    await repairer.check(entry)
+    assert late.expected_below("") == [old]  # until the newer content is here
+    bucket.heal()
+    await repairer.check(entry)
     assert late.expected_below("") == [await watched.head("new")]
     assert (late.directory / entry.content).read_bytes() == b"newer"
     assert late.unconfirmed_below("") == ["new"]  # another attempt may come yet
