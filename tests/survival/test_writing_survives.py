@@ -233,7 +233,8 @@ def is_renamed(old: Path, new: Path) -> bool:
     try:
         os.rename(old, new)
     except OSError as error:
-        if error.errno != errno.EIO:
+        # SeaweedFS removes the emptied folders of an attempt that failed a moment later.
+        if error.errno not in (errno.EIO, errno.ENOTEMPTY):
             raise
         return False
     return True
