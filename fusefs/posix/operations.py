@@ -168,9 +168,13 @@ class Operations:
             entry, expires = await self._directories.lookup(directory, name)
             if not isinstance(entry, Absent) and self.inodes.key(parent) == directory.prefix:
                 inode = self.inodes.resolve(parent, name, entry)
-                await self.head_cache.show(inode)
-                if not inode.is_current and self.inodes.key(parent) == directory.prefix:
-                    continue  # the inode was a link shown as a file, or another version
+                try:
+                    await self.head_cache.show(inode)
+                except BaseException:
+                    self.inodes.drop_unknown(inode)
+                    raise
+                if parent.child(name) is not inode and self.inodes.key(parent) == directory.prefix:
+                    continue  # the inode was a link shown as a file, another version, or renamed
             if self.inodes.key(parent) == directory.prefix:
                 break
             # The directory was renamed meanwhile, so the listed files have other keys now.
@@ -196,7 +200,11 @@ class Operations:
         return inode, inode.valid_s
 
     async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> tuple[Inode, float]:
-        await (self.head_cache.learn if is_doubted else self.head_cache.show)(inode)
+        try:
+            await (self.head_cache.learn if is_doubted else self.head_cache.show)(inode)
+        except NotFoundError:
+            if not inode.is_open:  # else it is fstat's, of a file that another client has removed
+                raise
         inode = self.inodes.get(inode.nodeid)
         return inode, inode.valid_s
 

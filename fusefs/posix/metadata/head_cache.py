@@ -191,10 +191,13 @@ class HeadCache:
                 self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
-        """Request an inode's attributes if unknown; ESTALE if it is a symlink shown as a file."""
+        """Request an inode's attributes if unknown; ESTALE if gone or a symlink shown as a file."""
         was_current = inode.is_current
         if self.lacks(inode):
-            await self._learn(inode)
+            try:
+                await self._learn(inode)
+            except NotFoundError as error:  # the kernel looks the name up again
+                raise OSError(errno.ESTALE, "the object is gone") from error
         if was_current and not inode.is_current and inode.info is not None:
             raise OSError(errno.ESTALE, "the name stands for something else now")
 
@@ -217,7 +220,10 @@ class HeadCache:
         while batch := [inode for inode in inodes if self.needs_head(inode)][:MOST_AHEAD]:
             heads = [self._send(self._inodes.key(inode)) for inode in batch]
             for inode, head in zip(batch, heads, strict=True):
-                await self._take(inode, head)
+                try:
+                    await self._take(inode, head)
+                except NotFoundError:
+                    inode.meta = inode.default_meta(self._owner)  # the listing has the name
 
     def wants_sample(self, directory: Inode) -> bool:
         """True if HEADs of a few names in a directory may save the HEADs of its other names."""
@@ -327,19 +333,22 @@ class HeadCache:
     async def _take(self, inode: Inode, head: PendingHead) -> None:
         with head.work.awaited():
             await head.done.wait()
-        if self._inodes.key(inode) != head.key and self.lacks(inode):
+        if not self.lacks(inode):
+            return
+        if self._inodes.key(inode) != head.key:
             # Renamed meanwhile: the old name may have no object, or another one.
             await self._take(inode, self._send(self._inodes.key(inode)))
             return
-        if head.error is not None and not isinstance(head.error, NotFoundError):
+        # Of a file that this mount is renaming, S3 may have deleted the old object already.
+        may_be_missing = self.asks_less and isinstance(head.error, NotFoundError)
+        if head.error is not None and not may_be_missing:
             raise head.error
-        if self.lacks(inode):
-            # There is no object for a directory without a marker, or for a file just removed.
-            metadata = head.info.metadata if head.info is not None else None
-            known = meta.read(metadata or {}, inode.default_meta(self._owner))
-            if head.info is not None and _is_same(head.info, inode.info):
-                self._remember(head.info, known)
-            self._learned(inode, known)
+        # There is no object for a directory without a marker.
+        metadata = head.info.metadata if head.info is not None else None
+        known = meta.read(metadata or {}, inode.default_meta(self._owner))
+        if head.info is not None and _is_same(head.info, inode.info):
+            self._remember(head.info, known)
+        self._learned(inode, known)
 
     def _remember(self, info: ObjectInfo, known: Meta) -> None:
         # A young object is not remembered: its time might stay the same after another change.

@@ -126,6 +126,8 @@ class Relocator(MountPart):
         staged = [file for file in self._staging if file.key.startswith(old)]
         inode, to = self._inodes.at(old), self._inodes.at(parent_of(new))
         if inode is not None and to is not None:
+            if inode.meta == self._state.owner.directory:
+                inode.meta = None  # a HEAD may have missed the marker, which is deleted already
             self._inodes.move(inode, to, split_entry(new)[1], moved)
         elif inode is not None:
             self._inodes.mark_replaced(inode)

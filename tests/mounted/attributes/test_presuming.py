@@ -5,7 +5,7 @@ import math
 import os
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -146,7 +146,8 @@ class Walk:
         found = {}
         for name, entry in segment.entries.items():
             inode = self.inodes.resolve(directory, name, entry)
-            await self.head_cache.show(inode)
+            with suppress(NotFoundError):
+                await self.head_cache.show(inode)
             found[name] = self.head_cache.meta(inode)
         return found
 

@@ -18,7 +18,7 @@ from tests.support.mounting import WRITABLE, Mount, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.sharing import PATIENCE_S, content, python
-from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process, answered
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -214,9 +214,7 @@ async def flush(process: Process, fh: int, *, was_killed: bool) -> None:
         return was_killed
 
     process.operations.notifier.was_killed = look
-    answer = process.writer.flusher.flush(fh, 7)
-    assert answer is not None
-    await answer
+    await answered(process.writer.flusher.flush(fh, 7))
 
 
 async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> None:
@@ -231,12 +229,8 @@ async def test_no_other_close_costs_a_look_at_the_process(tmp_path: Path) -> Non
         process.operations.notifier.was_killed = look
 
         async def close(fh: int) -> None:
-            answer = process.writer.flusher.flush(fh, 7)
-            if answer is not None:
-                await answer
-            answer = process.operations.release(fh)
-            if answer is not None:
-                await answer
+            await answered(process.writer.flusher.flush(fh, 7))
+            await answered(process.operations.release(fh))
 
         await close(await process.create("new", NEW))
         await close(await process.open("old"))

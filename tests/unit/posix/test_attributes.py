@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
 from fusefs.posix.nodes.object_metadata import Meta
-from fusefs.posix.types import Caller, NewAttributes, OpenResult
+from fusefs.posix.types import Caller, NewAttributes
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo, ObjectVersion, Write
 from tests.support.memory_store import HeldCopies, MemoryStore, failing
-from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
+from tests.support.survival.mortal_mount import DiedError, MortalMount, Process, answered
 
 CREATE, REPLACE = 1, 2
 
@@ -178,44 +178,28 @@ async def test_what_another_node_has_set_is_requested_when_a_listing_shows_it(
 XATTR = "%7B%22user.a%22%3A%22MQ%3D%3D%22%7D"
 
 
-async def in_next_process(
-    mount: MortalMount, act: Callable[[Process, int], Awaitable[object]]
-) -> dict[str, str]:
-    """Do something to a node that the process before had looked up; what the object says then."""
+@pytest.mark.parametrize(
+    "new",
+    [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC, NewAttributes(size=3), NewAttributes(uid=7, size=3)],
+)
+async def test_another_content_keeps_the_mode_that_an_earlier_process_knew(
+    mount: MortalMount, new: int | NewAttributes
+) -> None:
     mount.store.put("file", b"content", mode=str(stat.S_IFREG | 0o640), xattr=XATTR)
     async with mount.serving() as process:
         nodeid = (await process.node("file")).nodeid
     async with mount.serving() as process:
-        await act(process, nodeid)
-    return mount.store.metadata("file")
-
-
-@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
-async def test_an_edit_keeps_the_mode_that_an_earlier_process_knew(
-    mount: MortalMount, flags: int
-) -> None:
-    async def edit(process: Process, nodeid: int) -> None:
-        answer = process.operations.open(nodeid, flags, process.caller())
-        opened = answer if isinstance(answer, OpenResult) else await answer
-        await process.write(opened.fh, 0, b"C")
-        await process.close(opened.fh)
-
-    reported = await in_next_process(mount, edit)
+        if isinstance(new, NewAttributes):
+            await mutations(process).setattr(nodeid, new)
+            await process.writer.deferred.drain()
+        else:
+            opened = await answered(process.operations.open(nodeid, new, process.caller()))
+            await process.write(opened.fh, 0, b"con")
+            await process.close(opened.fh)
+    reported = mount.store.metadata("file")
     assert (reported["mode"], reported["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
-
-
-@pytest.mark.parametrize("new", [NewAttributes(size=3), NewAttributes(uid=7, size=3)])
-async def test_a_truncation_keeps_the_mode_that_an_earlier_process_knew(
-    mount: MortalMount, new: NewAttributes
-) -> None:
-    async def truncate(process: Process, nodeid: int) -> None:
-        await mutations(process).setattr(nodeid, new)
-        await process.writer.deferred.drain()
-
-    reported = await in_next_process(mount, truncate)
-    assert (reported["mode"], reported["xattr"]) == (str(stat.S_IFREG | 0o640), XATTR)
-    assert reported.get("uid") == (None if new.uid is None else str(new.uid))
-    assert mount.store.objects["file"].data == b"con"
+    assert reported.get("uid") == ("7" if new == NewAttributes(uid=7, size=3) else None)
+    assert mount.store.objects["file"].data == (b"content" if new == os.O_WRONLY else b"con")
 
 
 async def test_a_link_is_read_that_an_earlier_process_knew(mount: MortalMount) -> None:

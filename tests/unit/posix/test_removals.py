@@ -19,7 +19,7 @@ from fusefs.posix.write.removals import MANY
 from fusefs.store.errors import AccessDeniedError, StoreError, UnsupportedError
 from tests.support.memory_store import HeldCopies, Stop, failing
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process, answered
 
 COUNT = 40
 NAMES = [f"{number:02}" for number in range(COUNT)]
@@ -39,9 +39,7 @@ async def remove(process: Process, names: Iterable[str] = NAMES) -> None:
     mutations = process.operations.mutations
     parent = await process.node("a")
     for name in names:
-        answer = mutations.unlink(parent.nodeid, name.encode(), process.caller())
-        if answer is not None:
-            await answer
+        await answered(mutations.unlink(parent.nodeid, name.encode(), process.caller()))
 
 
 def held(mount: MortalMount) -> Stop:

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -519,6 +520,43 @@ async def test_a_rename_that_fails_leaves_no_copy_under_a_file_that_is_not_uploa
     await process.unlink("new")
     await process.close(fh)
     assert process.store.contents() == {"old": b"moved"}
+
+
+@pytest.mark.parametrize("deleted", ["old", "old/"])
+async def test_a_name_whose_object_is_just_deleted_does_not_show_the_defaults(
+    mount: MortalMount, deleted: str
+) -> None:
+    """It would keep them under its new name; the next process does not know any attributes."""
+    mount.store.put(deleted, uid="7")
+    async with mount.serving() as process:
+        nodeid = (await process.node("old")).nodeid
+    async with mount.serving() as process:
+        stop, inodes = Stop(mount.store, "DELETE", deleted), process.operations.inodes
+        names = (inodes.root, "old"), (inodes.root, "new")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(process.changes.rename, *names, 0, process.caller())
+            await stop.reached.wait()
+            del mount.store.objects[deleted]
+            with pytest.raises(FileNotFoundError) if deleted == "old" else nullcontext():
+                await process.stat(inodes.get(nodeid))
+            stop.go_on.set()
+        assert (await process.stat(await process.node("new"))).uid == 7
+
+
+async def test_a_name_that_is_renamed_while_it_is_looked_up_is_gone(process: Process) -> None:
+    process.store.put("old", b"x")
+    stop = Stop(process.store, "HEAD", "old")
+
+    async def rename() -> None:
+        await stop.reached.wait()
+        root = process.operations.inodes.root
+        await process.changes.rename((root, "old"), (root, "new"), 0, process.caller())
+        stop.go_on.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rename)
+        with pytest.raises(FileNotFoundError):
+            await process.node("old")
 
 
 async def test_what_is_read_past_the_cache_while_it_is_renamed_is_read_under_its_new_name(

@@ -6,6 +6,7 @@ one where S3 refused something.
 
 import errno
 import os
+import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -116,22 +117,26 @@ async def test_what_is_staged_is_uploaded_by_the_next_process_after_the_rename(
     assert mount.store.contents() == XYZ | {"b/x": b"2"}
 
 
-@pytest.mark.parametrize("what", ["DELETE", "PUT"])
-async def test_a_rename_waits_for_what_is_under_way(process: Process, what: str) -> None:
-    """That does not fail with the rename."""
+@pytest.mark.parametrize(("what", "key"), [("DELETE", "a/x"), ("PUT", "a/x"), ("PUT", "a/new")])
+async def test_a_rename_waits_for_what_is_under_way(process: Process, what: str, key: str) -> None:
+    """That does not fail with the rename. The bucket decides first whether a new file is new."""
     process.store.before = failing(UnreachableError("a/z"), ("DELETED", "a/z"))
-    stop = Stop(process.store, what, "a/x")
-    change = process.unlink if what == "DELETE" else partial(process.set_attributes, size=0)
+    stop = Stop(process.store, what, key)
+    unlink, cut = process.unlink, partial(process.set_attributes, size=0)
+    create = partial(process.operations.mutations.mknod, (await process.node("a")).nodeid, b"new")
     await process.listing("a")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(change, "a/x")
+        if key == "a/new":
+            nursery.start_soon(create, stat.S_IFREG | 0o644, process.caller())
+        else:
+            nursery.start_soon(unlink if what == "DELETE" else cut, key)
         await stop.reached.wait()
         nursery.start_soon(process.rename, "a", "b")
         await wait_all_tasks_blocked()
         assert process.store.count("COPY") == 0
         stop.go_on.set()
-    left = YZ if what == "DELETE" else XYZ | {"b/x": b""}
-    assert process.store.contents() == left | {"a/z": b"z"}
+    left = {"a/new": XYZ | {"b/new": b""}, "a/x": YZ if what == "DELETE" else XYZ | {"b/x": b""}}
+    assert process.store.contents() == left[key] | {"a/z": b"z"}
 
 
 @states("Renames of directories that overlap are made one after the other, in their order.")
@@ -272,26 +277,3 @@ async def test_what_is_looked_up_while_its_directory_is_renamed_goes_along(
     await process.writer.deferred.drain()
     there = process.store.metadata("b/x")
     assert (there["uid"], there.get("mode")) == ("7", str(0o100600) if act == "chmod" else None)
-
-
-async def test_what_is_created_before_its_directory_is_renamed_goes_along(process: Process) -> None:
-    """Also where the bucket decides first whether it is new."""
-    stop = Stop(process.store, "PUT", "a/new.pid")
-    mutations = process.operations.mutations
-    parent = await process.node("a")
-    flags = os.O_RDWR | os.O_EXCL
-    async with trio.open_nursery() as nursery:
-
-        async def rename() -> None:
-            await stop.reached.wait()
-            nursery.start_soon(process.rename, "a", "b")
-            await wait_all_tasks_blocked()
-            stop.go_on.set()
-
-        nursery.start_soon(rename)
-        answer = mutations.create(parent.nodeid, b"new.pid", 0o100644, flags, process.caller())
-        assert not isinstance(answer, tuple)
-        _, opened = await answer
-    await process.write(opened.fh, 0, b"new")
-    await process.close(opened.fh)
-    assert process.store.contents() == XYZ | {"b/new.pid": b"new"}
