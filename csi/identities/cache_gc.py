@@ -3,7 +3,7 @@
 A cache that no mount has used for `KEEP_S` is removed. If the disk lacks free space or inodes, or
 uids run out, caches are removed sooner, the longest unused first. The modification time of a
 domain's directory is the time of its last use. Files that were never uploaded are logged once and
-stay, with their uid: the volume's next mount with the same settings uploads them.
+stay, with their uid: the volume's next mount of the same identity uploads them.
 
 First the cache is renamed, or moved out of its directory, so that no mount finds it or waits for
 the removal. Then a process of the cache's own user, which can access nothing else, removes the

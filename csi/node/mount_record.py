@@ -30,6 +30,7 @@ class MountRecord:
     `arguments` is the part of its first publish request that must not change, as JSON; `settings`
     are its MountSettings as texts, `environment` has environment variables of its daemon.
     `drain_began` is the time (monotonic) of the first call to end it; 0 while pods use it.
+    `variant` is a digest of request and settings: only equal ones share the mount.
     """
 
     key: str
@@ -43,6 +44,7 @@ class MountRecord:
     drain_timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
     drain_began: float = 0.0
+    variant: str = ""
 
     @property
     def fs_group(self) -> int | None:

@@ -114,6 +114,12 @@ class Mounts:
                 root, if_silent=False
             )
 
+    def is_dead(self, record: MountRecord) -> bool:
+        """True if the mount exists, but can only be made anew; may raise UnavailableError."""
+        table = MountTable()
+        top = table.top(Path(record.root))
+        return top is not None and not self.is_alive(record, table) and not self._is_held(top)
+
     # --- beginning ---
 
     def start(self, record: MountRecord, deadline: float) -> None:

@@ -62,7 +62,7 @@ from csi.volume.options import Options, WarmOption, finished, mount_layer, read_
 from csi.volume.stores import Stores
 from fusefs.exporter.queries import Target as MetricsTarget
 from fusefs.exporter.queries import target_at as metrics_target
-from fusefs.launch.registry import use_runtime_directory
+from fusefs.launch.registry import directory_of, use_runtime_directory
 
 log = logging.getLogger(__name__)
 
@@ -331,8 +331,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         if cache_secrets is not None:
             # A mount keeps its first secrets, so other secrets need another mount.
             texts.append(cache_secrets.proof)
-        key = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
-        known = self._mounts.records.read(key)
+        variant = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
+        mode = layer["read_only"].text  # a reader would not upload what a writer has left
+        data = (publish.volume_id, str(location), mode, *identity.proof)
+        key, known = self._key_of(variant, self._domains.name_of("data", name, *data), name)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # records of an earlier mount
@@ -364,9 +366,29 @@ class NodeService(csi_pb2_grpc.NodeServicer):
                 settings.as_texts(),
                 options.drain_timeout_s,
                 self._files.environment(key, identity, location.store, is_fips=settings.fips),
+                variant=variant,
             )
             self._mounts.records.write(record.key, record)
         return _Plan(identity, record, options.warm, cache_secrets)
+
+    def _key_of(self, variant: str, common: str, domain: str) -> tuple[str, MountRecord | None]:
+        """Return the key for a mount, and its record if there is one.
+
+        The key decides where files wait for their upload. `common` has no settings in it, so that
+        the next mount finds the files whatever its settings are. The key is `variant`, a digest of
+        the settings too, if `common` is in use with other settings, or if files wait at `variant`.
+        """
+        records = self._mounts.records
+        known, other = records.read(variant), records.read(common)
+        if known is not None:
+            return variant, known
+        if other is not None and other.variant == variant:
+            return common, other
+        state = directory_of(self._mounts.root_of(variant)).name
+        place = self._domains.directory / domain / "mounts" / state
+        is_left = any(any(place.glob(f"{kind}/*")) for kind in ("late", "renames", "staging"))
+        is_taken = other is not None and not self._mounts.is_dead(other)
+        return variant if is_left or is_taken else common, None
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:
         """Return the name of the cache domain that a volume uses."""

@@ -2,7 +2,6 @@
 nowhere."""
 
 import base64
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,15 +40,9 @@ def data(s3: S3Server) -> Bucket:
     return bucket
 
 
-def records(node: Node) -> list[dict[str, str]]:
-    """The settings of the node's mounts."""
-    found = (json.loads(path.read_text()) for path in (node.state / "mounts").iterdir())
-    return [record["settings"] for record in found]
-
-
 def key_file(node: Node) -> Path:
-    [settings] = records(node)
-    return Path(settings["customer_key"])
+    [record] = node.records()
+    return Path(record["settings"]["customer_key"])
 
 
 def test_the_key_of_a_secret_encrypts_and_reads(node: Node, data: Bucket, faulty: FaultyS3) -> None:
@@ -98,7 +91,7 @@ def test_those_without_the_key_have_another_mount_and_cache(
     for other in targets[1:]:
         with pytest.raises(OSError, match=r"Permission denied|Input/output"):
             (other / "first").read_bytes()
-    assert len({settings["cache_dir"] for settings in records(node)}) == 3
+    assert len({one["settings"]["cache_dir"] for one in node.records()}) == 3
     for target in targets:
         node.unpublish("sse", target)
 

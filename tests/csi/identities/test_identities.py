@@ -1,6 +1,5 @@
 """Who may read what on a node: tokens and their exchange, rotated keys, and two identities."""
 
-import json
 import os
 import subprocess
 import time
@@ -186,10 +185,8 @@ def test_identities_share_a_cache_where_an_administrator_says_so_and_nowhere_els
             node.publish(volume, target, secrets=secrets, bucket=data.name, prefix="a", **domain)
             assert (target / "hello").read_bytes() == b"hello"
             published.append((volume, target))
-        records = (json.loads(file.read_text()) for file in (node.state / "mounts").iterdir())
-        caches[volume] = sorted(
-            one["settings"]["cache_dir"] for one in records if one["volume_id"] == volume
-        )
+        mounts = (one for one in node.records() if one["volume_id"] == volume)
+        caches[volume] = sorted(one["settings"]["cache_dir"] for one in mounts)
     assert len(set(caches["plain"])) == 2
     assert len(caches["shared"]) == 2
     assert len(set(caches["shared"])) == 1

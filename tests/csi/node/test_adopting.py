@@ -8,13 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from csi.daemons.client import SupervisorClient
 from csi.generated import csi_pb2
 from csi.node import bind_mount
-from csi.node.config import SUPERVISOR
 from fusefs.launch import control
-from fusefs.launch.launcher import SupervisorAddress
-from tests.support.csi.daemons import daemons_of
+from tests.support.csi.daemons import daemons_of, held
 from tests.support.csi.node import START, Node, capability, code_of, until_final
 from tests.support.csi.pod import pod_reading
 from tests.support.csi.rights import allow
@@ -25,14 +22,6 @@ from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
 FLAGS = ("--daemons=there",)
-
-
-def held(node: Node) -> list[tuple[int, int]]:
-    """What the descriptor store has, which may just not be there."""
-    try:
-        return list(SupervisorClient(SupervisorAddress(node.state / SUPERVISOR, False)).held())
-    except control.ControlError:
-        return []
 
 
 def test_a_pod_reads_on_without_its_keeper_though_the_next_daemons_process_has_died_before(
@@ -49,7 +38,10 @@ def test_a_pod_reads_on_without_its_keeper_though_the_next_daemons_process_has_d
                 second.kill()
             until(lambda: held(node), "the first has come back with it")
             node.kill_all("keeper")
-            answer_while_stuck(node)
+            stuck = node.directory / "stuck"
+            with resuming_by(node, f"(open({str(stuck)!r}, 'w'), time.sleep(600))"):
+                until(stuck.exists, "it is about to go on with the mount, for ever")
+                node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
             node.start("--daemons=there")
             until(lambda: is_kept(node), "there is a keeper")
             assert pod.read() == "hello hello"
@@ -167,15 +159,6 @@ def test_a_driver_resumes_a_mount_whose_record_is_a_newer_drivers(node: Node, da
         assert [one.connection for one in node.roots()] == [root.connection]
         assert (target / "hello").read_bytes() == b"hello"
         node.unpublish("volume", target)
-
-
-def answer_while_stuck(node: Node) -> None:
-    """Have a driver answer, which can't go on with any mount for ever, and end it."""
-    stuck = node.directory / "stuck"
-    stuck.unlink(missing_ok=True)
-    with resuming_by(node, f"(open({str(stuck)!r}, 'w'), time.sleep(600))"):
-        until(stuck.exists, "it is about to go on with the mount")
-        node.node.NodeGetInfo(csi_pb2.NodeGetInfoRequest(), timeout=PATIENCE_S)
 
 
 def is_kept(node: Node) -> bool:

@@ -1,6 +1,5 @@
 """What all mounts of a node may have together: the share of one, times the most that may be."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,8 +22,7 @@ FLAGS = (f"--max-volumes={MOST}", f"--memory-limit={MEMORY}", f"--max-connection
 
 
 def settings_of(node: Node) -> list[MountSettings]:
-    records = (json.loads(path.read_text()) for path in (node.state / "mounts").glob("*.json"))
-    return [MountSettings.from_texts(record["settings"]) for record in records]
+    return [MountSettings.from_texts(record["settings"]) for record in node.records()]
 
 
 def test_mounts_together_never_have_more_than_the_nodes_budget(node: Node, data: Bucket) -> None:

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from csi.daemons.client import SupervisorClient
-from csi.node.config import SUPERVISOR
 from fusefs.launch import control, registry
-from fusefs.launch.launcher import SupervisorAddress
-from tests.support.csi.daemons import daemons_of
+from tests.support.csi.daemons import daemons_of, held
 from tests.support.csi.node import SECRETS, Node, running_node
 from tests.support.servers.buckets import Bucket, keys, new_bucket
 from tests.support.servers.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -148,13 +145,14 @@ def test_a_mount_keeps_the_secrets_that_it_began_with(
         node.publish("shared", one, **volume)
         until(lambda: is_in_use(node), "its bucket is open")
         [root] = node.roots()
-        until(lambda: is_held(node), "it is held")
+        until(lambda: held(node), "it is held")
         node.kill()
         node.kill_all("keeper")
         # The domain has left the file, and so have its secrets.
         files.key.unlink()
         node.start()
-        until(lambda: control.peer(registry_socket(node, root.mountpoint)), "it has a keeper")
+        socket = node.state / "fusefs" / registry.keeper_socket(root.mountpoint).name
+        until(lambda: control.peer(socket), "it has a keeper")
         assert is_in_use(node)
         read(one)
         node.publish("shared", one, **volume)  # as kubelet does each minute
@@ -163,14 +161,3 @@ def test_a_mount_keeps_the_secrets_that_it_began_with(
         assert len(node.roots()) == 2
         for target in (one, two):
             node.unpublish("shared", target)
-
-
-def registry_socket(node: Node, mountpoint: Path) -> Path:
-    return node.state / "fusefs" / registry.keeper_socket(mountpoint).name
-
-
-def is_held(node: Node) -> bool:
-    try:
-        return bool(SupervisorClient(SupervisorAddress(node.state / SUPERVISOR, False)).held())
-    except control.ControlError:
-        return False

@@ -8,10 +8,12 @@ import grpc
 import pytest
 
 from csi.generated import csi_pb2
-from tests.support.csi.node import Node, until_final
+from tests.support.csi.node import Node, capability, until_final
 from tests.support.csi.publishing import refused
+from tests.support.csi.rights import allow
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
@@ -44,11 +46,11 @@ def test_a_pod_that_comes_does_not_wait_for_the_uploads_of_one_that_goes(
 
 
 def test_what_a_dead_mount_or_one_without_time_could_not_upload_is_uploaded_by_the_next(
-    node: Node, data: Bucket, faulty: FaultyS3
+    node: Node, data: Bucket, faulty: FaultyS3, s3: S3Server
 ) -> None:
     target, other = node.target("pod"), node.target("other-pod")
     volume = {"store": "faulty", "bucket": data.name, "prefix": "a", "retryTime": "1s"}
-    volume["drainTimeout"] = "2s"
+    volume |= {"drainTimeout": "2s", "cacheDomain": "all"}
     node.publish("given-up", target, **volume)
     fault = faulty.add("PUT", code="InternalError")
     with pytest.raises(OSError), (target / "kept").open("wb") as file:  # noqa: PT011
@@ -66,14 +68,30 @@ def test_what_a_dead_mount_or_one_without_time_could_not_upload_is_uploaded_by_t
     assert "given up: 1 files" in node.log.read_text()
     node.publish("given-up", target, **volume)
     node.kill_all()
+    # Its options do not matter, neither where the dead mount is bound still nor later.
+    node.publish("given-up", target, cap=capability(flags=("metadata-ttl=5m",)), **volume)
+    assert (target / "kept").read_bytes() == b"kept"
+    node.publish("given-up", other, **volume)
+    with pytest.raises(OSError), (other / "too").open("wb") as file:  # noqa: PT011
+        file.write(b"from a mount with other options beside it")
+    node.kill_all()
     node.unpublish("given-up", target)
+    node.unpublish("given-up", other)
     assert "has no daemon; not in the bucket yet: a/kept" in node.log.read_text()
     faulty.remove(fault)
-    node.publish("given-up", target, **volume)
-    until(lambda: (target / "kept").read_bytes() == b"kept", "it is there")
-    until(lambda: "a/kept" in keys(data), "it is in the bucket")
+    node.publish("given-up", target, secrets=allow(s3, "other", data.name, "a/"), **volume)
+    assert not (target / "kept").exists(), "another identity's"
     node.unpublish("given-up", target)
-    data.delete("a/kept")
+    assert "a/kept" not in keys(data)
+    node.publish("given-up", target, **volume)
+    assert "from a mount" in (target / "too").read_text()
+    node.unpublish("given-up", target)
+    node.publish("given-up", target, metadataTtl="1m", **volume)
+    assert (target / "kept").read_bytes() == b"kept"
+    until(lambda: {"a/kept", "a/too"} <= set(keys(data)), "both are in the bucket")
+    node.unpublish("given-up", target)
+    for name in ("kept", "too"):
+        data.delete(f"a/{name}")
 
 
 def test_a_mount_whose_daemon_hangs_ends_when_its_time_is_over(node: Node, data: Bucket) -> None:

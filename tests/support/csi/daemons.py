@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from csi.daemons.client import SupervisorClient
+from csi.node.config import SUPERVISOR
+from fusefs.launch import control
+from fusefs.launch.launcher import SupervisorAddress
 from fusefs.linux.processes import has_ended
 from tests.support.csi.node import Node
 from tests.support.csi.pod import without_kubelet
@@ -65,6 +69,14 @@ class DaemonsProcess:
             self.process.wait(PATIENCE_S)
         if os.environ.get("SHOW_DRIVER_LOG"):
             print(self.log.read_text())
+
+
+def held(node: Node) -> list[tuple[int, int]]:
+    """What the descriptor store has, which may just not be there."""
+    try:
+        return list(SupervisorClient(SupervisorAddress(node.state / SUPERVISOR, False)).held())
+    except control.ControlError:
+        return []
 
 
 @contextmanager

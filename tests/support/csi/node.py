@@ -1,6 +1,7 @@
 """`fusefs-csi node` as a process, and kubelet's side of its socket."""
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -168,6 +169,10 @@ class Node:
             csi_pb2.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target)),
             timeout=timeout_s,
         )
+
+    def records(self) -> list[dict[str, Any]]:
+        """The driver's records of its mounts."""
+        return [json.loads(path.read_text()) for path in (self.state / "mounts").glob("*.json")]
 
     def mounted(self) -> list[mountinfo.KernelMount]:
         """The mounts below kubelet's directory."""
