@@ -230,6 +230,9 @@ class Flusher(MountPart):
             is_wanted = staged.state is not FileState.ABANDONED or inode.writing
             if is_wanted or inode.staged is not staged or not staged.is_dirty:
                 return
+            if not self.prefix_lock.is_open_at(staged.key):  # a rename has begun meanwhile
+                self._nursery.start_soon(self._undo, staged)
+                return
             logger.warning(
                 "%s stays as it was: what was to rewrite it was killed before it closed the file",
                 staged.key,

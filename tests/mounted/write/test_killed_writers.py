@@ -102,10 +102,15 @@ def mode_in_the_bucket(bucket: Bucket, key: str) -> str | None:
     "A program that a signal ends before it has closed a file that it rewrites leaves the object"
     " as it was; what it wrote to a new file is kept as far as it came."
 )
-@pytest.mark.parametrize("count", [1, 40_000], ids=["small", "in parts"])
-def test_the_old_object_stays(mount: Mount, shared: Bucket, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "number"),
+    [(1, signal.SIGKILL), (1, signal.SIGTERM), (1, signal.SIGSEGV), (40_000, signal.SIGINT)],
+)
+def test_the_old_object_stays(
+    mount: Mount, shared: Bucket, count: int, number: signal.Signals
+) -> None:
     shared.put("old", OLD)
-    kill(writing(mount.path / "old", count=count))
+    kill(writing(mount.path / "old", count=count), number)
     settle(mount)
     assert stored(shared, "old") == OLD
     assert (mount.path / "old").read_bytes() == OLD
@@ -140,16 +145,6 @@ def test_the_old_object_stays_where_a_part_of_it_was_written(mount: Mount, share
         file.write(NEW)
     settle(mount)
     assert stored(shared, "edited") == NEW + old[len(NEW) :]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGSEGV])
-def test_any_signal_that_ends_a_program_counts(
-    mount: Mount, shared: Bucket, number: signal.Signals
-) -> None:
-    shared.put("old", OLD)
-    kill(writing(mount.path / "old"), number)
-    settle(mount)
-    assert stored(shared, "old") == OLD
 
 
 @pytest.mark.parametrize("end", ["exit", "close"])
@@ -262,6 +257,28 @@ async def test_the_old_object_stays_where_the_daemon_dies_as_well(
         assert list(process.writer.staging) == []
         assert await process.load("old") == OLD
     assert mount.store.contents() == {"old": OLD}
+
+
+async def test_nothing_is_undone_below_a_directory_that_is_just_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flushing, "UNDO_S", 0.0)
+    mount = MortalMount(tmp_path / "mount")
+    mount.store.put("a/old", OLD)
+    async with mount.serving() as process:
+        fh, lock = await process.open("a/old", REWRITE), process.changes.prefix_lock
+        await process.write(fh, 0, NEW)
+        await flush(process, fh, was_killed=True)
+        (staged,) = process.writer.staging
+        async with staged.lock:
+            process.operations.release(fh)
+            await trio.testing.wait_all_tasks_blocked()
+            closure = lock.close("a/", "b/")
+        await trio.testing.wait_all_tasks_blocked()
+        assert list(process.writer.staging) == [staged]
+        lock.open(closure)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert list(process.writer.staging) == []
 
 
 async def test_a_program_that_closes_it_after_the_killed_one_decides_under_the_next_daemon(

@@ -17,22 +17,10 @@ from fusefs.posix.write import backlog, flush, staging_record
 from fusefs.store.errors import StoreError
 from tests.support.memory_store import failing
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process, answered
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
-
-
-def landing(mount: MortalMount, path: str, content: bytes) -> trio.Event:
-    """Set once the bucket has some content under a name."""
-    landed = trio.Event()
-
-    def look(_what: str, _key: str) -> None:
-        if mount.store.contents().get(path) == content:
-            landed.set()
-
-    mount.store.after = look
-    return landed
 
 
 async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_open(
@@ -50,8 +38,7 @@ async def test_what_could_not_be_uploaded_is_tried_again_while_a_reader_has_it_o
         process.operations.release(fh)
         await trio.testing.wait_all_tasks_blocked()
         mount.store.heal()
-        landed = landing(mount, "log", b"line")
-        await eventually(landed.is_set)
+        await eventually(lambda: mount.store.contents() == {"log": b"line"})
         nursery.cancel_scope.cancel()
 
 
@@ -65,13 +52,10 @@ async def test_an_empty_file_follows_its_last_close_where_no_process_is_seen(
     made = process.writer.create(root, "empty", 0o644, os.O_WRONLY, process.caller())
     assert isinstance(made, tuple)
     fh = made[1].fh
-    answer = process.writer.flusher.flush(fh)  # a shell has duplicated it
-    assert answer is not None
-    await answer
+    await answered(process.writer.flusher.flush(fh))  # a shell has duplicated it
     assert "empty" not in mount.store.contents()
-    landed = landing(mount, "empty", b"")
     await process.close(fh)
-    await eventually(landed.is_set)
+    await eventually(lambda: mount.store.contents() == {"empty": b""})
 
 
 @states(
@@ -90,9 +74,8 @@ async def test_a_file_that_stays_open_is_uploaded_now_and_then(
         nursery.start_soon(process.writer.backlog.run)
         fh = await process.create("log", b"")
         for content in (b"line", b"line 2"):
-            landed = landing(mount, "log", content)
             await process.write(fh, 0, content)
-            await eventually(landed.is_set)
+            await eventually(lambda new=content: mount.store.contents() == {"log": new})
         await trio.sleep(0.2)
         assert mount.store.count("PUT") == 2
         nursery.cancel_scope.cancel()
@@ -116,10 +99,7 @@ async def test_a_change_by_name_does_not_wait_for_readers_to_close(
 
     # A size is there at once; a mode follows within a second.
     assert "size" not in new or is_stored()
-    landed = trio.Event()
-    process.store.after = lambda _what, _key: landed.set() if is_stored() else None
-    if not is_stored():
-        await eventually(landed.is_set)
+    await eventually(is_stored)
 
 
 async def test_where_the_bucket_does_not_answer_nothing_is_given_up(
