@@ -10,9 +10,11 @@ import trio
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.nodes.inode import StagedFile
 from fusefs.posix.nodes.names import is_at_or_below
+from fusefs.posix.tasks import for_each
 from fusefs.posix.write.flush import Flusher, pause_s
 from fusefs.posix.write.removals import Removal
-from fusefs.posix.write.staging import Staging
+from fusefs.posix.write.rules import Writing
+from fusefs.posix.write.uploader import UploadAttempt
 from fusefs.store.errors import CredentialsError, StoreError
 from fusefs.telemetry.activity import ACTIVITY
 
@@ -32,8 +34,11 @@ OPEN = "open"
 class Backlog:
     """The staged files, attributes and removals that the bucket lacks. For the event loop."""
 
-    def __init__(self, staging: Staging, flusher: Flusher) -> None:
-        self._staging = staging
+    def __init__(self, writing: Writing, flusher: Flusher) -> None:
+        self._staging = writing.staging
+        self._nursery = writing.nursery
+        # Uploads beyond those that have places; together they leave room for programs' uploads.
+        self._at_once = max(1, writing.rules.uploads // 4)
         self._flusher = flusher
         self._uploads = flusher.uploads
         self._prefix_lock = flusher.prefix_lock
@@ -67,11 +72,14 @@ class Backlog:
         """Start to send changes at or below a key, also of open files, not of killed programs."""
         self._deferred.hurry(key)
         self._removals.hurry(key)
+        attempts = []
         for staged in self.files(key):
             if self._flusher.is_given_up(staged):
                 continue
             staged.error = None
-            self._uploads.start(staged).hurry.set()
+            attempts.append(self._uploads.start(staged))
+            attempts[-1].hurry.set()
+        self._nursery.start_soon(for_each, _go_first, attempts, self._at_once)
 
     async def give_up(self, key: str) -> dict[str, Any]:
         """Give up the unsent contents and attributes at or below a key, within GIVE_UP_S.
@@ -160,3 +168,9 @@ class Backlog:
                         self._uploads.start(staged, is_background=True)
                 elif not self._flusher.is_given_up(staged) and now >= staged.since + staged.pause_s:
                     self._uploads.start(staged)
+
+
+async def _go_first(attempt: UploadAttempt) -> None:
+    """Let an upload that a command waits for overtake those that queue, and wait for its end."""
+    attempt.queueing.cancel()
+    await attempt.done.wait()

@@ -70,7 +70,7 @@ class UploadAttempt:
 
     A background upload, of an open file, is stopped after BACKGROUND_S, as writes wait for it.
     `hurry` cuts an upload's delay short; `error` is the error of a failed upload once it is `done`.
-    `queueing` is cancelled once a program waits for the upload.
+    `queueing` is cancelled once a program or command waits for the upload.
     """
 
     work: Work
@@ -296,7 +296,8 @@ class Uploader(UploadSteps):
                     with trio.CancelScope() as attempt.queueing:
                         await places.acquire()
                         held.callback(places.release)
-                    if attempt.is_background and not attempt.hurry.is_set():
+                    is_limited = attempt.is_background and staged.inode.writing
+                    if is_limited and not attempt.hurry.is_set():
                         attempt.scope.deadline = trio.current_time() + BACKGROUND_S
                 # A free lock is taken at once; `acquire` would cost two turns of the event loop.
                 if staged.lock.locked():

@@ -71,7 +71,7 @@ class Writer(MountPart):
         self.uploads = self.flusher.uploads
         self.exclusive = self.flusher.exclusive
         self.deferred = self.flusher.deferred
-        self.backlog = Backlog(writing.staging, self.flusher)
+        self.backlog = Backlog(writing, self.flusher)
         self._nursery = writing.nursery
         self._make_room = writing.make_room
         self._disk_latency = state.downloader.disk_latency

@@ -12,11 +12,12 @@ import trio.testing
 
 from fusefs.daemon import status
 from fusefs.posix.write import upload_steps, uploader
+from fusefs.settings.types import EVERYWHERE_AUTO
 from fusefs.store.errors import CredentialsError, StoreError, UnreachableError
 from fusefs.telemetry.stalls import STALLS, WaitCause, served, stage
 from tests.support.memory_store import MemoryStore, Stop, failing
 from tests.support.memory_uploads import UploadingStore
-from tests.support.survival.mortal_mount import MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
 from tests.support.waiting import eventually
 
 LIMIT_S = 20.0
@@ -77,19 +78,24 @@ async def test_what_is_appended_meanwhile_waits_for_nothing(process: Process, st
     assert process.store.contents() == {"file": b"content and more"}
 
 
-async def test_a_sync_that_joins_a_background_upload_ends_on_a_slow_link(
-    mount: MortalMount, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_sync_or_close_that_joins_a_background_upload_ends_on_a_slow_link(
+    mount: MortalMount, monkeypatch: pytest.MonkeyPatch, *, is_closed: bool
 ) -> None:
+    """A close that waits for the local disk alone, while the upload still queues."""
     monkeypatch.setattr(upload_steps, "IN_PARTS", 4)
     monkeypatch.setattr(uploader, "BACKGROUND_S", 0.05)
     store = mount.store = UploadingStore(4)
-    async with mount.serving() as process:
+    durability = LOCAL if is_closed else EVERYWHERE_AUTO
+    async with mount.serving(uploads=1, durability=durability) as process:
         fh = await process.create("file", b"two parts")
         store.pause = partial(trio.sleep, 0.1)
         (staged,) = process.writer.staging
-        process.writer.uploads.start(staged, is_background=True)
-        with trio.fail_after(LIMIT_S):
-            await process.writer.flusher.fsync(fh)
+        async with process.writer.uploads._places[not is_closed]:  # or of large files
+            process.writer.uploads.start(staged, is_background=True)
+            await (process.close if is_closed else process.writer.flusher.fsync)(fh)
+        await process.writer.uploads.ended(staged)
+        assert store.contents() == {"file": b"two parts"}
 
 
 async def test_who_writes_does_not_wait_for_credentials(
