@@ -194,7 +194,8 @@ def _spawn(
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not user.is_own and cache.stat().st_uid != user.uid and not any(cache.iterdir()):
             with closing(open_in_place(cache, os.O_RDONLY | os.O_DIRECTORY)) as cache_fd:
-                os.fchown(cache_fd, user.uid, user.gid)
+                if not os.listdir(cache_fd):  # it may be another directory by now
+                    os.fchown(cache_fd, user.uid, user.gid)
     except OSError as error:
         raise LaunchError(f"can't use the cache directory {cache}: {error.strerror}") from error
     configuration = _keeper_configuration(settings, user, supervisor, environment)

@@ -14,7 +14,7 @@ import trio.testing
 from fusefs.posix.types import NewAttributes
 from fusefs.posix.write import flush as flushing
 from tests.support.memory_store import failing
-from tests.support.mounting import WRITABLE, Mount, Mounter, status, uploads
+from tests.support.mounting import WRITABLE, Mount, Mounter, metadata, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.sharing import PATIENCE_S, content, python
@@ -91,12 +91,6 @@ def settle(mount: Mount) -> None:
     until(lambda: status(mount)["writing"]["staged"] == 0, "nothing is staged any more")
 
 
-def mode_in_the_bucket(bucket: Bucket, key: str) -> str | None:
-    answer = bucket.client.head_object(Bucket=bucket.name, Key=key)
-    mode: str | None = answer["Metadata"].get("mode")
-    return mode
-
-
 @each_durability
 @states(
     "A program that a signal ends before it has closed a file that it rewrites leaves the object"
@@ -129,7 +123,8 @@ def test_attributes_that_were_set_just_before_stay(mount: Mount, shared: Bucket)
     settle(mount)
     until(lambda: path.stat().st_size == len(OLD), "the old content is back")
     assert (path.stat().st_mode & 0o777, path.stat().st_mtime) == (0o640, 1_000_000_000)
-    until(lambda: mode_in_the_bucket(shared, "described") == str(0o100640), "the bucket has it")
+    mode = str(0o100640)
+    until(lambda: metadata(shared, "described").get("mode") == mode, "the bucket has it")
     assert stored(shared, "described") == OLD
 
 

@@ -5,21 +5,20 @@ import pwd
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from fusefs.launch import users
+from fusefs.launch import launcher, users
+from fusefs.launch.preflight import LaunchError
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
+from tests.support.commands import runtime as runtime
 
 pytestmark = pytest.mark.root
 
 
-def refusal_of_nobody(cache: Path) -> str:
-    settings = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"))
-    with pytest.raises(users.UserError) as error:
-        users.choose(replace(settings, user="65534", cache_dir=cache))
-    return str(error.value)
+SETTINGS = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"))
 
 
 def test_no_user_runs_an_interpreter_behind_a_link_that_he_cannot_follow(
@@ -30,14 +29,14 @@ def test_no_user_runs_an_interpreter_behind_a_link_that_he_cannot_follow(
     (private / "python").symlink_to("/usr/bin/env")
     (public_path / "python").symlink_to(private / "python")
     monkeypatch.setattr(sys, "executable", str(public_path / "python"))
-    assert refusal_of_nobody(public_path / "cache").endswith(f"cannot use {private}")
+    with pytest.raises(users.UserError, match=f"cannot use {private}$"):
+        users.choose(replace(SETTINGS, user="65534", cache_dir=public_path / "cache"))
 
 
 @pytest.mark.parametrize("user", ["9" * 10, "9" * 5000, "no such user"])
 def test_a_user_that_no_machine_has_is_refused(user: str) -> None:
-    settings = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"), user=user)
     with pytest.raises(users.UserError, match="there is no user"):
-        users.choose(settings)
+        users.choose(replace(SETTINGS, user=user))
 
 
 @pytest.fixture
@@ -53,8 +52,7 @@ def without_fusefs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(cache: Path) -> users.User:
-    settings = MountSettings(source=MountSource("bucket"), mountpoint=Path("/mnt"))
-    return users.choose(replace(settings, cache_dir=cache))
+    return users.choose(replace(SETTINGS, cache_dir=cache))
 
 
 def test_each_cache_directory_has_a_user_of_its_own(
@@ -101,3 +99,15 @@ def test_a_cache_of_nobody_s_is_used_and_its_danger_told(
     user = chosen(public_path / "cache")
     assert user.uid == 65534
     assert "belongs to the user nobody" in user.why
+
+
+def test_what_takes_the_place_of_an_empty_cache_directory_keeps_its_owner(
+    without_fusefs: None, runtime: Path, public_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (public_path / "full").touch()
+    monkeypatch.setattr(Path, "iterdir", lambda _path: iter(()))  # of the directory before
+    monkeypatch.setattr(launcher, "_keeper_configuration", Mock(side_effect=LaunchError("end")))
+    settings = replace(SETTINGS, user="65534", cache_dir=public_path)
+    with pytest.raises(LaunchError, match="end"):
+        launcher._spawn(settings, 0, sys.stderr.buffer, None, {})
+    assert public_path.stat().st_uid == 0

@@ -4,7 +4,6 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import trio.lowlevel
 from fusefs.posix.tasks import run_uncancelled
 from fusefs.store.errors import ExistsError
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process
+from tests.support.survival.mortal_mount import LOCAL, MortalMount, Process, answered
 
 
 async def create(process: Process, name: str, data: bytes) -> int:
@@ -23,7 +22,7 @@ async def create(process: Process, name: str, data: bytes) -> int:
     root, flags = process.operations.inodes.root, os.O_RDWR | os.O_EXCL
     await process.listing()
     made = process.writer.create(root, name, stat.S_IFREG | 0o644, flags, process.caller())
-    _, opened = await made if isinstance(made, Awaitable) else made
+    _, opened = await answered(made)
     await process.write(opened.fh, 0, data)
     return opened.fh
 

@@ -15,11 +15,10 @@ from fusefs.posix.directory.listings import Directories
 from fusefs.posix.directory.segment import ABSENT
 from fusefs.posix.journal.journal import Journal
 from fusefs.posix.nodes.inode_table import InodeTable
-from fusefs.posix.types import LookupResult
 from fusefs.settings.patterns import PathRules
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from tests.support.semantics import states
-from tests.support.survival.mortal_mount import MortalMount
+from tests.support.survival.mortal_mount import MortalMount, answered
 
 TTL_S = 60.0
 RULE = states(
@@ -239,6 +238,5 @@ async def test_the_kernel_believes_for_ever_only_what_no_request_of_a_dead_daemo
     monkeypatch.setattr(UnansweredChanges, "unsettled_s", unsettled_s)
     async with mount.serving() as process:
         for _ in range(2):
-            answer = process.operations.lookup(1, b"missing", process.caller())
-            found = answer if isinstance(answer, LookupResult) else await answer
+            found = await answered(process.operations.lookup(1, b"missing", process.caller()))
             assert (found.inode, found.valid_s) == (None, valid_s)

@@ -5,6 +5,7 @@ import os
 import stat
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -191,10 +192,7 @@ async def test_a_fault_while_a_file_is_sent_ahead_ends_no_mount(
     monkeypatch.setattr(uploader, "IN_PARTS", 4)
     store = mount.store = SlowAhead()
 
-    async def fail(*_: object, **__: object) -> None:
-        raise ValueError("a fault")
-
-    monkeypatch.setattr(store, "begin_upload", fail)
+    monkeypatch.setattr(store, "begin_upload", Mock(side_effect=ValueError("a fault")))
     store.may_end.set()
     async with mount.serving() as process:
         fh = await process.create("file", b"")
