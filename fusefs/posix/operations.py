@@ -14,6 +14,7 @@ import math
 import os
 import stat
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import trio
@@ -200,11 +201,9 @@ class Operations:
         return inode, inode.valid_s
 
     async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> tuple[Inode, float]:
-        try:
+        # An open file that another client has removed still has attributes for fstat.
+        with suppress(NotFoundError) if inode.is_open else nullcontext():
             await (self.head_cache.learn if is_doubted else self.head_cache.show)(inode)
-        except NotFoundError:
-            if not inode.is_open:  # else it is fstat's, of a file that another client has removed
-                raise
         inode = self.inodes.get(inode.nodeid)
         return inode, inode.valid_s
 

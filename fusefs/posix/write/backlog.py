@@ -72,13 +72,11 @@ class Backlog:
         """Start to send changes at or below a key, also of open files, not of killed programs."""
         self._deferred.hurry(key)
         self._removals.hurry(key)
-        attempts = []
-        for staged in self.files(key):
-            if self._flusher.is_given_up(staged):
-                continue
+        files = [one for one in self.files(key) if not self._flusher.is_given_up(one)]
+        attempts = [self._uploads.start(staged) for staged in files]
+        for staged, attempt in zip(files, attempts, strict=True):
             staged.error = None
-            attempts.append(self._uploads.start(staged))
-            attempts[-1].hurry.set()
+            attempt.hurry.set()
         self._nursery.start_soon(for_each, _go_first, attempts, self._at_once)
 
     async def give_up(self, key: str) -> dict[str, Any]:
