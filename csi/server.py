@@ -168,8 +168,7 @@ class _Interceptor(grpc.ServerInterceptor):
             code, sentence = status_of(error)
             if not isinstance(error, CsiError | StoreError | NotImplementedError):
                 # Without the message, which may quote a header with a token.
-                nameless = Exception(type(error).__name__)
-                place = (Exception, nameless, error.__traceback__)
+                place = (Exception, Exception(type(error).__name__), error.__traceback__)
                 log.error("%s failed", method, exc_info=place)
             self._note_end(method, request, code, sentence, began)
             context.abort(code, event_text(sentence))

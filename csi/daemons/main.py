@@ -133,8 +133,7 @@ def held_before(path: Path) -> dict[tuple[int, int], int]:
     deadline = time.monotonic() + HELD_S
     while True:
         try:
-            last = max(held, default=(0, 0))
-            for mount, connection, fd in wire.held(os.fspath(path), *last):
+            for mount, connection, fd in wire.held(os.fspath(path), *max(held, default=(0, 0))):
                 held[mount, connection] = fd
             break
         except (FileNotFoundError, ConnectionRefusedError):

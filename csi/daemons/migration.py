@@ -43,8 +43,7 @@ class Migration:
         """Move the mounts; return when the old supervisor has no daemon left."""
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while self._left():
-                sockets = sorted(self._keepers.glob("*.keeper"))
-                list(threads.map(self._move, sockets))
+                list(threads.map(self._move, sorted(self._keepers.glob("*.keeper"))))
                 time.sleep(EVERY_S)
 
     def _left(self) -> int:

@@ -133,8 +133,7 @@ def _cluster_cache(domain: str, table: dict[str, Any]) -> ClusterCacheConfig:
             read_url(table["endpoint"])
         except ValueError as error:
             raise ValueError(f"{where}.endpoint: {error}") from None
-    texts = {_SETTINGS[name]: value for name, value in table.items()}
-    cache = ClusterCacheConfig(domain, texts)
+    cache = ClusterCacheConfig(domain, {_SETTINGS[name]: value for name, value in table.items()})
     origins = {setting: f"{where}.{name}" for name, setting in _SETTINGS.items()}
     try:
         cache.check(origins)

@@ -109,8 +109,7 @@ def target_of(text: str, kubelet_directory: Path, own_directory: Path) -> Path:
         )
     if len(os.fsencode(text)) >= os.pathconf("/", "PC_PATH_MAX"):
         raise InvalidArgumentError("target_path: longer than a path can be")
-    above = MountTable().fusefs_above(path)
-    if above is not None:
+    if MountTable().fusefs_above(path) is not None:
         raise InvalidArgumentError(f"target_path: {text!r} is inside of a volume")
     path = resolve_path(path)
     kubelet, own = resolve_path(kubelet_directory), resolve_path(own_directory)

@@ -494,8 +494,7 @@ class Catalog:
                     "SELECT sums FROM sums WHERE st_ino = ? AND generation = ? AND part = ?", place
                 ).fetchone()
                 sums += checksums.unpack(known[0]) if known is not None else []
-            packed = checksums.pack(checksums.merged(sums))
-            yield *place, packed
+            yield *place, checksums.pack(checksums.merged(sums))
 
     def _checksum_of(self, row: Row, ranges: bytes, *, is_synced: bool) -> int:
         """Compute the checksum of a row with the current boot id."""

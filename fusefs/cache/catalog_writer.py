@@ -181,8 +181,7 @@ class CatalogWriter:
                 for change in changes:
                     change()
                 if retaining:
-                    replaced = self._catalog.retain(self._identity, retaining, steady_time())
-                    released.update(replaced)
+                    released.update(self._catalog.retain(self._identity, retaining, steady_time()))
                 accepted, total = (
                     self._catalog.record(rows) if rows else ([], self._catalog.total())
                 )
@@ -259,8 +258,7 @@ class CatalogWriter:
         continues where the last call ended. Failed files are retried after all others.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        after = self._synced_to
-        rows = await self.in_catalog(self._catalog.unsynced, after, SYNC_AT_ONCE)
+        rows = await self.in_catalog(self._catalog.unsynced, self._synced_to, SYNC_AT_ONCE)
         if not rows:
             self._synced_to = ""
             has_synced, self._has_synced = self._has_synced, False

@@ -89,8 +89,7 @@ class Disk:
     def create(self, name: str, size: int) -> OpenFile:
         """Create a sparse file of `size` bytes under a new generation, and open it."""
         path = self.new_path(name)
-        create = partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
-        fd = self._with_folder(name, create)
+        fd = self._with_folder(name, partial(os.open, path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600))
         try:
             os.ftruncate(fd, size)
         except OSError:
@@ -125,8 +124,7 @@ class Disk:
         """True if another mount holds a lock on the open file `fd`."""
         for start, length in ((0, self._byte), (self._byte + 1, 0)):
             asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-            found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
-            if _LOCK.unpack(found)[0] != fcntl.F_UNLCK:
+            if _LOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK:
                 return True
         return False
 

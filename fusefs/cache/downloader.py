@@ -494,8 +494,7 @@ class FileSink:
     async def _on_disk(self, work: Callable[[], T]) -> T:
         """Do a small disk operation in the event loop if the disk is quick, else in a thread."""
         with stage(WaitCause.CACHE_DISK):
-            is_in_loop = self._latency.is_quick
-            if is_in_loop:
+            if self._latency.is_quick:
                 return self._timed(work, is_in_loop=True)
             return await trio.to_thread.run_sync(lambda: self._timed(work, is_in_loop=False))
 

@@ -133,8 +133,7 @@ class EvictionOrder:
 
     def restore(self, files: Iterable[CacheFile]) -> None:
         """Give `files`, least recently used first, the rank `KEPT`, before all that have it."""
-        restored = list(files)
-        for file in reversed(restored):
+        for file in reversed(list(files)):
             self.keep(file, file.used_at)
             self._kept[file] = None
             self._kept.move_to_end(file, last=False)

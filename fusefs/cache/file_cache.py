@@ -688,5 +688,4 @@ class FileCache:
 
     def warn(self, why: str) -> None:
         """Warn that the cache does not work, and why."""
-        sentence = f"the cache {self.directory} does not work, reading without it: {why}"
-        self.trouble.note(sentence)
+        self.trouble.note(f"the cache {self.directory} does not work, reading without it: {why}")

@@ -113,8 +113,7 @@ class PassthroughFiles:
         known = self.find(file)
         if known or not self.is_on:
             return known
-        others = self.gathered[: 2 * MOST_AT_ONCE]
-        for error in set(await self.register_all([file, *others])):
+        for error in set(await self.register_all([file, *self.gathered[: 2 * MOST_AT_ONCE]])):
             logger.warning("the kernel refused a file for passthrough: %s", _explain(error))
         return self.ids.get(file, 0)
 

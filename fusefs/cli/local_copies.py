@@ -39,8 +39,7 @@ def unpin(paths: Sequence[Path]) -> None:
 def drop(path: Path) -> bool:
     """Remove cached copies at and below a path; print counts; False if pinned or used ones stay."""
     mountpoint, below = sync.find(path)
-    message = {"command": "drop", "path": below}
-    job = polling.finish(mountpoint, message, _progress)
+    job = polling.finish(mountpoint, {"command": "drop", "path": below}, _progress)
     if job["why"]:
         raise CommandError(f"{path}: {job['why']}")
     texts = [f"{_files(job, 'dropped_')} dropped"]
@@ -74,8 +73,7 @@ def give_up(path: Path) -> bool:
 
 def status(mountpoint: Path, below: str) -> Job:
     """Return counts and bytes of the files at and below a path in a mount, and of local copies."""
-    message = {"command": "path status", "path": below}
-    job = polling.finish(mountpoint, message, _progress)
+    job = polling.finish(mountpoint, {"command": "path status", "path": below}, _progress)
     path = mountpoint / below
     if job["why"]:
         raise CommandError(f"{path}: {job['why']}")

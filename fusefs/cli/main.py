@@ -221,8 +221,7 @@ def _fetch(requests: Sequence[warm.WarmRequest], *, is_waiting: bool) -> int:
 def _pin(options: argparse.Namespace) -> int:
     from fusefs.cli import warm
 
-    requests = warm.requests(options.paths, is_pinned=True)
-    return _fetch(requests, is_waiting=not options.no_wait)
+    return _fetch(warm.requests(options.paths, is_pinned=True), is_waiting=not options.no_wait)
 
 
 def _unpin(options: argparse.Namespace) -> int:

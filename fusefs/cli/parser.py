@@ -58,8 +58,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> Parser:
     )
     wanted = [command for command in _COMMANDS if arguments and command.name == arguments[0]]
     for command in wanted or _COMMANDS:
-        has_settings = arguments is None or command.name in arguments
-        _add_command(commands, command, has_settings=has_settings)
+        _add_command(commands, command, has_settings=arguments is None or command.name in arguments)
     return parser
 
 

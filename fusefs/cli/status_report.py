@@ -116,8 +116,7 @@ def _cache(cache: Status) -> str:
     if cache.get("limit_why"):
         of_limit += f" ({cache['limit_why']})"
     text = f"{used}{of_limit} in {counted(cache.get('files', 0), 'file')}"
-    evicted = cache.get("evicted_files", 0)
-    return f"{text}, {evicted:,} evicted, {cache.get('directory', '?')}"
+    return f"{text}, {cache.get('evicted_files', 0):,} evicted, {cache.get('directory', '?')}"
 
 
 def _hits(cache: Status) -> str:

@@ -93,8 +93,7 @@ def wait(
         remaining = [file for file in answer["pending"] if file["since_s"] >= sent - requested]
         if not answer["under_way"] or not remaining or last_answer - begun > timeout_s:
             return remaining
-        left = f"{answer['pending_files']:,} files, {human_size(answer['pending_bytes'])} left"
-        show_line(left)
+        show_line(f"{answer['pending_files']:,} files, {human_size(answer['pending_bytes'])} left")
         message["start"] = False
         time.sleep(min(max(POLL_S, 4 * (last_answer - sent)), LONGEST_POLL_S))
 

@@ -143,8 +143,7 @@ def manifest_request(
             complain(f"{file}:{number}: {why}")
 
     with sys.stdin.buffer if file == "-" else open(file, "rb") as lines:
-        reader = manifest.Manifest(mountpoint, below)
-        name = manifest.send(mountpoint, reader.paths(lines, refuse))
+        name = manifest.send(mountpoint, manifest.Manifest(mountpoint, below).paths(lines, refuse))
     if bad > BAD_LINES_NAMED:
         complain(f"{file}: and {bad - BAD_LINES_NAMED:,} more lines that name nothing of the mount")
     title = "standard input" if file == "-" else file

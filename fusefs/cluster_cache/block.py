@@ -103,8 +103,7 @@ class Domain:
         """Compute the name of the block with this `BlockId`; return the `Block`."""
         version = block.version
         of_version = self._hash(*version[:2], str(version.size))
-        name = f"{self.prefix}{of_version}/{block.number:06}"
-        return Block(name, block.start, block.stop)
+        return Block(f"{self.prefix}{of_version}/{block.number:06}", block.start, block.stop)
 
     def tag(self, block: Block, number: int, data: bytes | memoryview) -> bytes:
         """Return the tag to store after frame `number`, which has the bytes `data`."""
@@ -144,8 +143,7 @@ class Domain:
         # With the length before each part, different lists of parts give different texts.
         encoded = [part.encode("utf-8", "surrogateescape") for part in parts]
         text = b"".join(_NUMBER.pack(len(part)) + part for part in encoded)
-        digest = hmac.new(self._naming, _FORMAT + text, hashlib.sha256).hexdigest()
-        return digest[:40]
+        return hmac.new(self._naming, _FORMAT + text, hashlib.sha256).hexdigest()[:40]
 
 
 def _place(block: Block, number: int) -> bytes:
@@ -155,8 +153,7 @@ def _place(block: Block, number: int) -> bytes:
 def _plain(endpoint: str) -> str:
     """Normalize an endpoint's spelling, so that nodes with other spellings share the blocks."""
     scheme, host, path, _, _ = urlsplit(endpoint)
-    usual = {"http": ":80", "https": ":443"}.get(scheme, "")
-    host = host.lower().removesuffix(usual)
+    host = host.lower().removesuffix({"http": ":80", "https": ":443"}.get(scheme, ""))
     return f"{scheme}://{host}{path.rstrip('/')}" if endpoint else ""
 
 

@@ -40,8 +40,7 @@ async def serve(
     listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener.socket))
     try:
         async with trio.open_nursery() as nursery:
-            serve_client = partial(_serve_client, answer)
-            await nursery.start(trio.serve_listeners, serve_client, [listening])
+            await nursery.start(trio.serve_listeners, partial(_serve_client, answer), [listening])
             if task_status is not None:
                 task_status.started()
     finally:

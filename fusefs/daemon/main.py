@@ -518,14 +518,12 @@ class Daemon:
                 backing, alive = takeover.taken.backing, takeover.keeper.alive
                 await restore(operations, state, backing, alive)
                 if passthrough is not None:
-                    inodes = {st_ino for _, st_ino in backing.values()}
-                    whole = await self.cache.whole_files(inodes)
+                    whole = await self.cache.whole_files({st_ino for _, st_ino in backing.values()})
                     handles = operations.handles.files.values()
                     opened = [(handle.file, handle.backing_id) for handle in handles]
                     passthrough.take_over(backing, opened, whole)
                 try:
-                    is_all_answered = takeover.taken.is_all_answered
-                    session.adopt(state.init_out, is_all_answered=is_all_answered)
+                    session.adopt(state.init_out, is_all_answered=takeover.taken.is_all_answered)
                 except UnsupportedKernelError as error:
                     raise TakeoverError(str(error)) from error
             if passthrough is not None:
@@ -602,8 +600,7 @@ async def _watch_signals(
     unmount: Callable[[], Awaitable[None]], log_waiting: Callable[[], None]
 ) -> None:
     """Handle SIGUSR2 (log) and SIGTERM and SIGINT (unmount, the second time exit)."""
-    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
-    with trio.open_signal_receiver(*numbers) as received:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) as received:
         async with trio.open_nursery() as nursery:
             asked = None
             async for number in received:

@@ -70,8 +70,7 @@ def answer(daemon: Daemon, request: dict[str, Any]) -> dict[str, Any] | Awaitabl
             return daemon.local_copies.unpinning(path, is_new=is_first).describe()
         case {"command": "path status" | "drop" as name, "path": str(path), "start": bool(is_new)}:
             _check(path)
-            drops = name == "drop"
-            return daemon.local_copies.job(path, is_new=is_new, drops=drops).describe()
+            return daemon.local_copies.job(path, is_new=is_new, drops=name == "drop").describe()
         case {"command": "give up", "path": str(path)}:
             return _give_up(daemon, path)
     raise ControlError("no such command")

@@ -158,8 +158,7 @@ class Takeover:
                 ) from error
             os.set_blocking(self.fd, False)
             return
-        request = settings.mount_request
-        self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, request)
+        self.fd = await trio.to_thread.run_sync(mount.mount_by_helper, settings.mount_request)
         self.keeper.deposit(self.fd)
 
     async def open_journal(self) -> tuple[Journal, KernelState | None]:

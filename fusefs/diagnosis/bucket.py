@@ -270,8 +270,7 @@ class _Trial:
         await read_bytes(self._store, info.version, 0, 1)
 
     async def _copy(self) -> None:
-        info = await self._store.head(f"{self._own}object")
-        await self._store.copy(info, f"{self._own}copy")
+        await self._store.copy(await self._store.head(f"{self._own}object"), f"{self._own}copy")
 
     async def _multipart(self) -> None:
         """Complete one multipart upload, and abort another."""

@@ -52,8 +52,7 @@ class MountAnswer:
 def target_at(mountpoint: Path, volume: str, pods: Iterable[tuple[str, str]] = ()) -> Target:
     """Return the target for a mountpoint, mounted or not, with the label `volume`."""
     # The socket's path depends only on the mountpoint.
-    registration = registry.Registration(str(mountpoint), "", 0, 0)
-    return Target(volume, registration.socket, tuple(pods))
+    return Target(volume, registry.Registration(str(mountpoint), "", 0, 0).socket, tuple(pods))
 
 
 def mounts_of_user() -> list[Target]:

@@ -225,8 +225,7 @@ class _Text:
             for reader in self._sent:
                 await self._give(reader, [], is_last=True)
         elif self._sent:
-            title = f"{PRIVATE}/warm"
-            await self._ask({"command": "warm", "path": title, "list": self.list_name})
+            await self._ask({"command": "warm", "path": f"{PRIVATE}/warm", "list": self.list_name})
 
     async def _send(self, lines: Sequence[bytes]) -> None:
         of: dict[str, list[str]] = {}

@@ -164,8 +164,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         with self._request(Opcode.READDIR, self._listed(fh)):
-            buffer = _Pyfuse3Entries(self, token)
-            await _answer(self._operations.readdir(fh, start_id, buffer))
+            await _answer(self._operations.readdir(fh, start_id, _Pyfuse3Entries(self, token)))
 
     async def releasedir(self, fh: int) -> None:
         self._operations.releasedir(fh)
@@ -185,8 +184,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
         with self._request(Opcode.LISTXATTR, nodeid, context.pid):
-            names = await _answer(self._operations.listxattr(nodeid))
-            return [name.encode() for name in names]
+            return [name.encode() for name in await _answer(self._operations.listxattr(nodeid))]
 
     # Changes. On a read-only mount the kernel sends no such requests.
 
@@ -208,15 +206,13 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, parent: int, name: bytes, mode: int, rdev: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._request(Opcode.MKNOD, parent, context.pid):
-            made = self._mutations.mknod(parent, name, mode, _caller(context))
-            return self.pack(await made, 0.0)
+            return self.pack(await self._mutations.mknod(parent, name, mode, _caller(context)), 0.0)
 
     async def mkdir(
         self, parent: int, name: bytes, mode: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._request(Opcode.MKDIR, parent, context.pid):
-            made = self._mutations.mkdir(parent, name, mode, _caller(context))
-            return self.pack(await made, 0.0)
+            return self.pack(await self._mutations.mkdir(parent, name, mode, _caller(context)), 0.0)
 
     async def symlink(
         self, parent: int, name: bytes, target: bytes, context: pyfuse3.RequestContext

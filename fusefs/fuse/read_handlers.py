@@ -86,8 +86,7 @@ class ReadHandlers:
     # Names
 
     def _lookup(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        answer = self._operations.lookup(nodeid, bytes(body[:-1]), caller)
-        return packed(answer, self._entry)
+        return packed(self._operations.lookup(nodeid, bytes(body[:-1]), caller), self._entry)
 
     def _entry(self, found: LookupResult) -> bytes:
         if found.inode is None:
@@ -154,8 +153,7 @@ class ReadHandlers:
         return None
 
     def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
-        answer = self._operations.getattr(nodeid)
-        return packed(answer, self.attr_out)
+        return packed(self._operations.getattr(nodeid), self.attr_out)
 
     def attr_out(self, answer: tuple[Inode, float]) -> bytes:
         inode, valid_s = answer
@@ -166,8 +164,7 @@ class ReadHandlers:
 
     def _open(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, _ = protocol.OPEN_IN.unpack_from(body)
-        answer = self._operations.open(nodeid, flags, caller)
-        return packed(answer, open_out)
+        return packed(self._operations.open(nodeid, flags, caller), open_out)
 
     def _read(self, _nodeid: int, body: memoryview, _caller: Caller) -> Result:
         fh, offset, size, *_ = protocol.READ_IN.unpack_from(body)
@@ -216,8 +213,7 @@ class ReadHandlers:
     def _getxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)
         name = bytes(body[protocol.GETXATTR_IN.size : -1]).decode(errors="replace")
-        answer = self._operations.getxattr(nodeid, name)
-        return packed(answer, lambda value: _sized(value, size))
+        return packed(self._operations.getxattr(nodeid, name), lambda value: _sized(value, size))
 
     def _listxattr(self, nodeid: int, body: memoryview, _caller: Caller) -> Result:
         size, _ = protocol.GETXATTR_IN.unpack_from(body)

@@ -66,8 +66,7 @@ class WriteHandlers:
     def _create(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         flags, mode, *_ = protocol.CREATE_IN.unpack_from(body)
         name = bytes(body[protocol.CREATE_IN.size : -1])
-        answer = self._mutations.create(nodeid, name, mode, flags, caller)
-        return packed(answer, self._created)
+        return packed(self._mutations.create(nodeid, name, mode, flags, caller), self._created)
 
     def _created(self, made: tuple[Inode, OpenResult]) -> Payload:
         inode, opened = made

@@ -108,8 +108,7 @@ class Broker:
         """Send the daemon the mount: its descriptor (TAKE) and its registered files (ENTRY)."""
         self.task = wire.TAKE_OVER
         self._allowed = ATTACHED
-        count = len(self.state.files)
-        take = wire.pack(wire.TAKE, count, int(self.state.is_all_answered))
+        take = wire.pack(wire.TAKE, len(self.state.files), int(self.state.is_all_answered))
         self._post(take, self.state.fuse_fd)
         device = self.configuration.cache_device
         for backing_id, inode in self.state.files.items():
@@ -261,8 +260,7 @@ class Broker:
         self._allowed = ATTACHED
         self.state.serving(bool(message.a))
         self._report(message)
-        namespace = callers.namespace() if self.state.is_ours else 0
-        self._post(wire.pack(wire.ABLE, 0, namespace))
+        self._post(wire.pack(wire.ABLE, 0, callers.namespace() if self.state.is_ours else 0))
 
     def _look(self, message: wire.KeeperMessage) -> None:
         is_privileged = self.configuration.is_privileged

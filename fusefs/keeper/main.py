@@ -105,8 +105,7 @@ def succeed(broker: Broker, listener: Listener | None) -> Keeper | int:
         return 1
     log("the keeper is dead; its broker goes on in its place")
     keeper = Keeper(broker.configuration, broker.state, listener)
-    daemon = DaemonProcess(broker.process, broker.daemon, broker.state.program)
-    keeper.adopt(daemon, broker)
+    keeper.adopt(DaemonProcess(broker.process, broker.daemon, broker.state.program), broker)
     return keeper
 
 

@@ -66,8 +66,7 @@ class Foreground:
         while self._has_keeper and mountinfo.is_mountpoint(self._mountpoint):
             # The pid in the answer is the keeper's; the socket may be its predecessor's.
             with contextlib.suppress(ControlError, ProcessLookupError):
-                pid = int(keeper_status(self._mountpoint, ANSWER_S)["pid"])
-                self._pidfd = os.pidfd_open(pid)
+                self._pidfd = os.pidfd_open(int(keeper_status(self._mountpoint, ANSWER_S)["pid"]))
                 return True
             if time.monotonic() >= until:
                 break

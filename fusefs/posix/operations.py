@@ -247,9 +247,7 @@ class Operations:
     ) -> OpenResult:
         """Open a staged file for passthrough, once the kernel has its backing file registered."""
         staged = inode.staged
-        is_done = await writer.sharing.register(inode)
-        is_refused = not is_done and inode.staged is staged
-        if is_refused:
+        if not await writer.sharing.register(inode) and inode.staged is staged:
             answer = writer.open(inode, flags, caller)
         else:
             answer = self.open(inode.nodeid, flags, caller)

@@ -229,8 +229,7 @@ def from_status(status: int, code: str, request_id: str) -> Failure:
         usual = (UnreachableError, f"S3 failed with status {status}", True)
     kind, sentence, may_pass = _BY_CODE.get(code) or _BY_STATUS.get(status) or usual
     sentence = _SENTENCES.get(code, sentence)
-    has_expired = code in _EXPIRED
-    return Failure(kind, sentence, status, code, request_id, may_pass, has_expired=has_expired)
+    return Failure(kind, sentence, status, code, request_id, may_pass, has_expired=code in _EXPIRED)
 
 
 def from_code(code: str) -> Failure:

@@ -85,8 +85,7 @@ def rates(before: MountAnswer | None, after: MountAnswer) -> Rates:
     try:
         return _rates(before, after)
     except MALFORMED as error:
-        why = f"{type(error).__name__}: {error}"
-        return Rates(after.target.volume, is_malformed=True, why=why)
+        return Rates(after.target.volume, is_malformed=True, why=f"{type(error).__name__}: {error}")
 
 
 def _rates(before: MountAnswer | None, after: MountAnswer) -> Rates:

@@ -199,8 +199,7 @@ class Integrity:
                 content = bytearray(stop - start)  # in the thread, as it takes milliseconds
             content[at - start : at - start + len(data)] = data
 
-        is_right = await self._pass_on(file, put, start, stop, only_summed=True)
-        return content if is_right else None
+        return content if await self._pass_on(file, put, start, stop, only_summed=True) else None
 
     async def _pass_on(
         self,
@@ -257,8 +256,7 @@ def examine(
         if fault is not None:
             return fault, []
         ranges = list(checksums.unsummed(present, sums))
-        new = [sum_ for gap in ranges for sum_ in checksums.sums_of(read, *gap)]
-        return None, new
+        return None, [sum_ for gap in ranges for sum_ in checksums.sums_of(read, *gap)]
     except OSError as error:
         return (error if is_lost(error) else None), []
 

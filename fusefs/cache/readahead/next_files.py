@@ -100,8 +100,7 @@ class NextFiles:
     def _extend(self, begun: _Begun, size: int) -> None:
         file = self._cache.pin(begun.info.version)
         try:
-            stop = min(begun.info.size, size)
-            begun.downloads += self._downloader.want(file, begun.stop, stop)
+            begun.downloads += self._downloader.want(file, begun.stop, min(begun.info.size, size))
         finally:
             self._cache.unpin(file)
         if begun.downloads:

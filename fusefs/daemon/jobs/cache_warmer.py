@@ -549,8 +549,7 @@ class CacheWarmer:
                     self._parts.release()
                     break
                 work.under_way += 1
-                stop = min(start + PART, info.size)
-                nursery.start_soon(self._part, work, start, stop)
+                nursery.start_soon(self._part, work, start, min(start + PART, info.size))
         finally:
             self._let_go(work)
 

@@ -472,8 +472,7 @@ class Directories:
         """Request one name, as a directory (LIST), then as a file (HEAD): its entry and expiry."""
         expires = self._until(time.monotonic(), belief_s(QUIET_S, 0.0, directory.most_s))
         key = directory.prefix + name
-        inside = await self._store.list_page(key + "/", delimiter="", max_keys=1)
-        if inside.objects:
+        if (await self._store.list_page(key + "/", delimiter="", max_keys=1)).objects:
             return None, expires
         found = await find(self._store, key)
         if self._store.unanswered.has_undone(key, found):

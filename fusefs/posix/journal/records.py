@@ -321,8 +321,7 @@ def _replay(path: Path, *, is_live: bool) -> Replayed:
         )
     items = len(state.nodes) + len(state.handles) + len(state.numbers)
     items += sum(map(len, state.marks.values()))
-    current = last.stop * items // max(1, count)
-    return Replayed(state, last.stop, count, last.crc, current)
+    return Replayed(state, last.stop, count, last.crc, last.stop * items // max(1, count))
 
 
 def _slots(header: bytes) -> list[tuple[int, int]]:

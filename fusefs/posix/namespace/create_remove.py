@@ -118,8 +118,7 @@ class CreateRemove(MountPart):
 
     def _correct(self, parent: Inode, name: str) -> None:
         """Mark a directory's listing as outdated: the bucket has this name by now."""
-        directory = self._directories.get(self._inodes.key(parent))
-        self._directories.correct(directory, name, None)
+        self._directories.correct(self._directories.get(self._inodes.key(parent)), name, None)
 
     async def _find(self, parent: Inode, name: str) -> Entry | Absent:
         directory = self._directories.get(self._inodes.key(parent))
@@ -127,8 +126,7 @@ class CreateRemove(MountPart):
 
     def _file_now(self, parent: Inode, name: str, entry: ObjectInfo) -> ObjectInfo:
         """The current version of a file listed as `entry`, which this mount may have changed."""
-        directory = self._directories.get(self._inodes.key(parent))
-        known = self._directories.lookup_now(directory, name)
+        known = self._directories.lookup_now(self._directories.get(self._inodes.key(parent)), name)
         return known[0] if known is not None and isinstance(known[0], ObjectInfo) else entry
 
     async def file_now(self, inode: Inode) -> Inode:

@@ -275,8 +275,7 @@ class RenameJobs:
         copies = job.copies = self._make_copies(job.old, job.new)
         try:
             # Copies of an earlier process are found by a listing.
-            listed = None if job.is_ours else await copies.recall()
-            await copies.copy_all(listed)
+            await copies.copy_all(None if job.is_ours else await copies.recall())
             await self._switch(copies, partial(self._switching, job, copies))
         except (StoreError, OSError):
             if job.is_ours:

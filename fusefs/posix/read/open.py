@@ -296,8 +296,7 @@ class Opener(MountPart):
             self._cache.unpin(file)
         else:
             version = file.version or inode.object.version
-            handle = FileHandle(fh, inode, version, file, backing_id, flags, unique)
-            self._handles.add_file(handle)
+            self._handles.add_file(FileHandle(fh, inode, version, file, backing_id, flags, unique))
 
     def _opened_served(
         self, inode: Inode, file: CacheFile, flags: int, caller: Caller, *, keep_cache: bool

@@ -124,8 +124,7 @@ async def _restore_handle(
     if inode is None:
         return  # its RELEASE is answered all the same
     if inode.info is None:
-        directory = DirectoryHandle(logged.fh, inode, -1, logged.unique)
-        operations.handles.adopt_directory(directory)
+        operations.handles.adopt_directory(DirectoryHandle(logged.fh, inode, -1, logged.unique))
         return
     cache = operations.cache
     file = cache.pin(inode.info.version)

@@ -71,8 +71,7 @@ class EmptyObjects:
         # distinguishes our object from another node's.
         token = f"{self._mount}-{caller.unique}"
         try:
-            metadata = meta.as_metadata() | {CREATED_BY: token}
-            write = Write(metadata, content_type(key), IF_ABSENT)
+            write = Write(meta.as_metadata() | {CREATED_BY: token}, content_type(key), IF_ABSENT)
             return await self._store.put_file(key, self.fd, 0, write)
         except ConflictError as error:
             found = await self._store.head(key)

@@ -250,8 +250,7 @@ class Flusher(MountPart):
             if inode.is_current:
                 assert inode.parent is not None
                 self._inodes.mark_replaced(inode)
-                prefix = self._inodes.key(inode.parent)
-                self._directories.changed(prefix, inode.name, inode.object)
+                self._directories.changed(self._inodes.key(inode.parent), inode.name, inode.object)
         if inode.staged is staged and not inode.is_open:
             self._release(staged)
 

@@ -331,8 +331,7 @@ class UploadSteps:
 
         The time is not enough: it ticks every few ms, and two nodes may write in one tick.
         """
-        mtime_ns = object_metadata.read_time(info.metadata or {})
-        if (info.size, mtime_ns) != staged.stamp():
+        if (info.size, object_metadata.read_time(info.metadata or {})) != staged.stamp():
             return False
         if str(info.token) in staged.tokens:
             return True

@@ -491,8 +491,7 @@ class Uploader(UploadSteps):
                     # Not every store's ListParts tells enough to recognise the parts later.
                     self._staging.record(staged)
         except Exception as error:  # the upload at the end meets any lasting error as well
-            why = judged(error)
-            logger.info("%s could not be sent while it is written: %s", staged.key, why)
+            logger.info("%s could not be sent while it is written: %s", staged.key, judged(error))
         finally:
             del self._aheads[staged]
             ahead.done.set()

@@ -250,8 +250,7 @@ class Writer(MountPart):
         handle = self._handles.open_file(inode, version, file, 0, flags, caller.unique)
         # A handle that only writes needs no second copy in the kernel's pages.
         is_direct = flags & os.O_ACCMODE == os.O_WRONLY
-        keep_cache = inode.keeps_pages()
-        return OpenResult(handle.fh, keep_cache, may_write=may_write, is_direct=is_direct)
+        return OpenResult(handle.fh, inode.keeps_pages(), may_write=may_write, is_direct=is_direct)
 
     async def stage(
         self, inode: Inode, *, keep: int | None, looks: bool = True, is_anew: bool = False

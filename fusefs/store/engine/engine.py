@@ -341,8 +341,7 @@ class Engine:
         `max_connections` limits the idle connections that each worker keeps open.
         """
         self.nursery = nursery
-        processors = len(os.sched_getaffinity(0))
-        large_workers = min(_MOST_LARGE_WORKERS, max(2, processors // 2))
+        large_workers = min(_MOST_LARGE_WORKERS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._settings = _SMALL_WORKERS, large_workers, max_connections
         self._native: _engine.Engine | None = None
         # Only `close` ends it: cancelled tasks wait for their transfers' completions.

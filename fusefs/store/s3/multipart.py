@@ -371,8 +371,7 @@ class Upload:
             return self._call("PUT PART", "PUT", query, headers=headers, body=body)
 
         def accept(answer: Completion) -> Part:
-            etag = documents.etag_in(answer.headers.get("etag"))
-            return Part(number, body.length, etag, crc32)
+            return Part(number, body.length, documents.etag_in(answer.headers.get("etag")), crc32)
 
         async def send() -> Part:
             part = await self._requester.send(call, accept, priority=writing)
@@ -454,8 +453,7 @@ async def put(
     fence: Fence, key: str, fd: int, size: int, write: Write, log: UploadLog = UNRECORDED
 ) -> ObjectInfo:
     """Write `size` bytes of a file as the object `key` by a multipart upload; `log` records it."""
-    begun = await begin(fence, key, write)
-    async with _aborted_on_failure(fence.requester, begun, log) as upload:
+    async with _aborted_on_failure(fence.requester, await begin(fence, key, write), log) as upload:
         await upload.send(fd, upload.missing(size), size)
         return await upload.complete(size, write.condition)
 
