@@ -31,11 +31,10 @@ class IdentityService(csi_pb2_grpc.IdentityServicer):
         self, request: csi_pb2.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi_pb2.GetPluginCapabilitiesResponse:
         controller = _SERVICE(type=_SERVICE.CONTROLLER_SERVICE)
-        online = _EXPANSION(type=_EXPANSION.ONLINE)
         return csi_pb2.GetPluginCapabilitiesResponse(
             capabilities=[
                 csi_pb2.PluginCapability(service=controller),
-                csi_pb2.PluginCapability(volume_expansion=online),
+                csi_pb2.PluginCapability(volume_expansion=_EXPANSION(type=_EXPANSION.ONLINE)),
             ]
         )
 

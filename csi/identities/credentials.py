@@ -146,13 +146,12 @@ def _of_role(
     if store.sts_url is None and store.endpoint_url is not None:
         raise InvalidArgumentError(f"roleArn: store {store.name} has no sts-url with an audience")
     namespace, account = _account(context, "roleArn")
-    session = _NOT_FOR_SESSION.sub("-", f"{namespace}-{account}")[:_MAX_SESSION]
     return Identity(
         f"role {role_arn}",
         ("role", role_arn, namespace, account),
         token=_token(secrets, context, store.audience, "roleArn"),
         role_arn=role_arn,
-        session=session,
+        session=_NOT_FOR_SESSION.sub("-", f"{namespace}-{account}")[:_MAX_SESSION],
     )
 
 

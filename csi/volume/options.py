@@ -367,11 +367,10 @@ def _limited(options: Options, shares: NodeShares) -> dict[str, RawValue]:
         memory_limit = min(wanted.memory_limit, memory_limit)
     if "max_connections" in settings:
         connections = min(wanted.max_connections, connections)
-    retry_s = min(wanted.retry_time, LONGEST_RETRY_S)
     limits = {
         "memory_limit": SIZE.show(memory_limit),
         "max_connections": str(connections),
-        "retry_time": DURATION.show(retry_s),
+        "retry_time": DURATION.show(min(wanted.retry_time, LONGEST_RETRY_S)),
     }
     sizes = [size for size in (wanted.cache_size, shares.cache_size) if size is not None]
     if sizes:

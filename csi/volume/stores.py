@@ -198,8 +198,7 @@ def read_url(text: str) -> str:
     Raises:
         ValueError: the URL is invalid, or its host must never get requests.
     """
-    url = URL.read(text)
-    parts = urlsplit(url)
+    parts = urlsplit(URL.read(text))
     if parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"):
         raise ValueError(f"{text}: has to be only a scheme, a host and a port")
     if parts.netloc.endswith(":") or (parts.port is not None and parts.port == 0):

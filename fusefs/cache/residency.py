@@ -53,9 +53,7 @@ class Residency:
         """True if the catalog, like the files in memory, certainly has no file called `name`."""
         if self._writer.has_neighbours:
             return False
-        if not self._has_others:
-            return True
-        return self._others is not None and name not in self._others
+        return not self._has_others or (self._others is not None and name not in self._others)
 
     def leave(self, file: CacheFile) -> None:
         """Forget that `load_oldest` loaded a file, which is in use, evicted or unloaded now."""

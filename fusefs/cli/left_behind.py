@@ -31,12 +31,11 @@ def find(staging: Path, errors: Iterable[Mapping[str, Any]]) -> list[dict[str, A
         entries = []
     found = []
     for entry in entries:
+        key = None
         if entry.name.isdecimal():
             key = _pending_key(entry.path)
         elif entry.name in _LOGS and entry.stat(follow_symlinks=False).st_size:
             key = _LOGS[entry.name]
-        else:
-            key = None
         if key is not None:
             found.append({"key": key, "state": "not uploaded", "error": why.get(key)})
     # Records of unfinished renames are beside the staging directories.

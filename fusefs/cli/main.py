@@ -234,11 +234,8 @@ def _unpin(options: argparse.Namespace) -> int:
 def _drop(options: argparse.Namespace) -> int:
     from fusefs.cli import local_copies
 
-    paths = options.paths
-    if options.unsent:
-        are_dropped = [local_copies.give_up(path) for path in paths]
-    else:
-        are_dropped = [local_copies.drop(path) for path in paths]
+    drop = local_copies.give_up if options.unsent else local_copies.drop
+    are_dropped = [drop(path) for path in options.paths]
     return 0 if all(are_dropped) else 1
 
 

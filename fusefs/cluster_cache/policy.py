@@ -45,9 +45,7 @@ class Deadline:
     @property
     def wait_s(self) -> float:
         """Seconds that a reader waits for a first byte before S3 is requested as well."""
-        if self._mean_s is None:
-            return MOST_S
-        return min(MOST_S, max(LEAST_S, MEANS * self._mean_s))
+        return MOST_S if self._mean_s is None else min(MOST_S, max(LEAST_S, MEANS * self._mean_s))
 
     def note_first_byte(self, took_s: float) -> None:
         """Include an answer's time to the first byte in the mean."""

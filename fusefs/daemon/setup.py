@@ -68,12 +68,11 @@ def open_cache(
     prepare_directory(settings.cache_dir, in_any_case=in_any_case)
     floors = settings.min_free.bytes_of, FREE_INODES.bytes_of
     quota = Quota(directory, settings.cache_size, *floors)
-    files = MemoryBudget.of(settings.memory_limit).files
     return FileCache(
         directory,
         identity,
         quota,
-        most_in_memory=files,
+        most_in_memory=MemoryBudget.of(settings.memory_limit).files,
         in_any_case=in_any_case,
         backing=backing,
         on_discard=on_discard,

@@ -293,8 +293,7 @@ def registration_of(mountpoint: Path) -> Registration | None:
     registration = _read(directory_of(mountpoint))
     if registration is not None and not registration.is_alive():
         mount = mountinfo.find_mount(mountpoint)
-        is_mounted = mount is not None and mount.is_fusefs
-        if not is_mounted and peer(registration.socket) is None:
+        if (mount is None or not mount.is_fusefs) and peer(registration.socket) is None:
             unregister(mountpoint)
             return None
     return registration

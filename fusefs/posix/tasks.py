@@ -76,11 +76,10 @@ async def run_uncancelled(
             return
         unseen()
         if errors:
-            is_fault = not isinstance(errors[0], OSError)
             logger.warning(
                 "a change whose request was cancelled failed: %s",
                 errors[0],
-                exc_info=errors[0] if is_fault else None,
+                exc_info=None if isinstance(errors[0], OSError) else errors[0],
             )
         else:
             unwanted(results[0])

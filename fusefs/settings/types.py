@@ -127,9 +127,7 @@ class MinFree:
 
     def bytes_of(self, total: int) -> int:
         """Return the bytes to leave free on a disk of `total` bytes."""
-        if self.percent is None:
-            return min(self.size, total)
-        return int(total * self.percent / 100)
+        return min(self.size, total) if self.percent is None else int(total * self.percent / 100)
 
     def __str__(self) -> str:
         return format_size(self.size) if self.percent is None else f"{plain_number(self.percent)}%"

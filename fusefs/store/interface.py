@@ -194,8 +194,7 @@ class UploadState(NamedTuple):
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> UploadState:
-        parts = tuple(Part(*fields) for fields in plain["parts"])
-        return UploadState(**{**plain, "parts": parts})
+        return UploadState(**{**plain, "parts": tuple(Part(*fields) for fields in plain["parts"])})
 
 
 @dataclass(frozen=True, slots=True)

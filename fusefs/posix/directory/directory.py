@@ -55,9 +55,7 @@ class Directory:
         position = names.position(name)
         # A segment that starts exactly at the position does not hold it.
         index = bisect_left(self.segments, position, key=lambda segment: segment.start) - 1
-        if index >= 0 and self.segments[index].holds(position):
-            return self.segments[index]
-        return None
+        return self.segments[index] if index >= 0 and self.segments[index].holds(position) else None
 
     def doubt_carried(self, name: str) -> None:
         """Set file `name` to None (it may exist) in the `pending` of segments that can carry it."""

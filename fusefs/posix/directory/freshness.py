@@ -46,9 +46,7 @@ def belief_s(still_s: float, before_s: float, most_s: float) -> float:
         return most_s
     if still_s < HOT_S:
         return 0.0
-    if still_s >= STILL_S:
-        return most_s
-    return min(most_s, max(FIRST_S, 2 * before_s))
+    return most_s if still_s >= STILL_S else min(most_s, max(FIRST_S, 2 * before_s))
 
 
 class Creations:

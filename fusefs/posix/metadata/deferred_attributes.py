@@ -439,9 +439,7 @@ class DeferredAttributes:
         with trio.CancelScope(shield=True):
             await self._landed(entry.info, made)
         entry.info, entry.tokens, entry.token = made, (), None
-        if self._by_key.get(entry.key) is not entry:
-            return made
-        return await self._copy(entry)
+        return await self._copy(entry) if self._by_key.get(entry.key) is entry else made
 
     async def _copy(self, entry: DeferredChange) -> ObjectInfo:
         """Copy the object onto itself with new attributes and a token that is on record."""

@@ -118,8 +118,7 @@ class Mutations(MountPart):
             if new.size != self._state.attributes(inode).size:
                 mtime_ns = None  # truncate(2) asks for the current time, which the file has anyway
             # With a handle the program may have read the content before it truncates the file.
-            is_anew = not new.size and not new.has_handle
-            await self.writer.truncate(inode, new.size, is_anew=is_anew)
+            await self.writer.truncate(inode, new.size, is_anew=not new.size and not new.has_handle)
             if _changed(old := self._head_cache.meta(inode), new, mtime_ns) != old:
                 inode = await self._file_now(inode)
         old = self._head_cache.meta(inode)

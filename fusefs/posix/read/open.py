@@ -341,8 +341,7 @@ class Opener(MountPart):
     def _readahead(self, inode: Inode, file: CacheFile) -> Readahead:
         def go_on(size: int) -> None:
             if inode.parent is not None and inode.info is not None:
-                prefix = self._inodes.key(inode.parent)
-                self._next_files.go_on(prefix, inode.info, size)
+                self._next_files.go_on(self._inodes.key(inode.parent), inode.info, size)
 
         return Readahead(self._downloader, file, go_on)
 

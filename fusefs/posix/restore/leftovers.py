@@ -85,8 +85,7 @@ def _adopt_attributes(writer: Writer, directory: Path, *, is_on_record: bool) ->
         return True
     if ours and not is_on_record:
         others = [change for change in changes if change not in ours]
-        log = LineLog(directory / deferred_attributes.NAME)
-        log.write_anew(change.line() for change in others)
+        LineLog(directory / deferred_attributes.NAME).write_anew(change.line() for change in others)
     return False
 
 

@@ -326,8 +326,7 @@ class Removals:
         of all empty objects.
         """
         try:
-            is_more = len(gone) < len(self._by_key)
-            if is_more or not self._log.write_anew([]):
+            if len(gone) < len(self._by_key) or not self._log.write_anew([]):
                 self._log.append(b"".join(line([removal.key]) for removal in gone))
         except OSError as error:
             for removal in gone:

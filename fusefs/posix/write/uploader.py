@@ -323,8 +323,7 @@ class Uploader(UploadSteps):
                     if is_last or not self.lacks_conditions(staged):
                         raise
                 except (ConflictError, StaleVersionError) as error:
-                    is_described = not staged.is_content_dirty
-                    if is_last or not (is_described or self.is_careful(staged)):
+                    if is_last or (staged.is_content_dirty and not self.is_careful(staged)):
                         raise
                     theirs = await find(self._store, staged.key)
                     if not await self.can_go_on(staged, theirs):

@@ -144,9 +144,8 @@ class Writer(MountPart):
         try:
             fd = self.staging.prepare(inode)
             os.utime(fd, ns=(info.mtime_ns, info.mtime_ns))
-            etag = info.etag or None
             staged = self.staging.begin(
-                inode, fd, meta, etag, is_exclusive=is_exclusive, is_anew=is_anew
+                inode, fd, meta, info.etag or None, is_exclusive=is_exclusive, is_anew=is_anew
             )
         except OSError:
             self.inodes.drop_unknown(inode)

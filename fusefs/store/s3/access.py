@@ -354,8 +354,7 @@ class AccessSource:
 
     def renew(self) -> None:
         """Drop the expired `access` unless it was just found, so that `connect` finds another."""
-        now = time.monotonic()
-        if self.access is not None and now - self._connected >= RECONNECT_EVERY_S:
+        if self.access is not None and time.monotonic() - self._connected >= RECONNECT_EVERY_S:
             self.access = None
 
     async def has_renewed(self, used: Access | None) -> bool:

@@ -189,9 +189,8 @@ class Upload:
     async def _copy_part(self, number: int, source: ObjectVersion, start: int, stop: int) -> None:
         if stop - start > self._schedule.size_of(number):
             raise ValueError(f"part {number} has fewer than {stop - start} bytes")
-        bucket = self._requester.settings.bucket
         headers = {
-            "x-amz-copy-source": head.copy_source(bucket, source.key),
+            "x-amz-copy-source": head.copy_source(self._requester.settings.bucket, source.key),
             "x-amz-copy-source-if-match": source.etag,
             "x-amz-copy-source-range": f"bytes={start}-{stop - 1}",
         }

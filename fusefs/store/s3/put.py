@@ -90,11 +90,10 @@ async def _send(
         return Call("PUT", "PUT", key, headers=headers | sums.headers(), body=body)
 
     def accept(answer: Completion) -> ObjectInfo:
-        etag = etag_in(answer.headers.get("etag"))
         return ObjectInfo(
             key,
             size,
-            etag,
+            etag_in(answer.headers.get("etag")),
             head.now_ns(),
             content_type=write.content_type,
             storage_class=requester.storage_class,
