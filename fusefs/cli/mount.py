@@ -9,8 +9,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from fusefs.launch import control, launcher, preflight, registry, users
 from fusefs.launch.control import CommandError
@@ -115,14 +113,10 @@ def flags(options: argparse.Namespace) -> dict[str, RawValue]:
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP in the block, so that the block cleans up."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, interrupt)
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:

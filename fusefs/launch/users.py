@@ -207,10 +207,8 @@ def existing(path: Path) -> Path:
 def may_use(user: User, path: Path, mode: int) -> bool:
     """True if the modes of a path and its parents allow a user the access `mode`."""
     resolved = path.resolve()
-    for directory in resolved.parents:
-        if not _grants(user, directory, os.X_OK):
-            return False
-    return _grants(user, resolved, mode)
+    is_reachable = all(_grants(user, directory, os.X_OK) for directory in resolved.parents)
+    return is_reachable and _grants(user, resolved, mode)
 
 
 def _grants(user: User, path: Path, mode: int) -> bool:

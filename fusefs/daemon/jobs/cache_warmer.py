@@ -480,9 +480,7 @@ class CacheWarmer:
                 except OSError as error:
                     why = error.strerror or str(error)
                     raise StoreError(f"the pin can't be put on record: {why}") from error
-            infos = selected.objects
-            if shard is not None:
-                infos = [info for info in infos if shard.has(info.key)]
+            infos = [info for info in selected.objects if shard is None or shard.has(info.key)]
             job.found(infos, is_last=False)
             await send.send(infos)
 

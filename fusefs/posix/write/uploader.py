@@ -128,7 +128,6 @@ class Uploader(UploadSteps):
         self._landed = landed
         self._kept_apart = kept_apart
         self._set_aside = set_aside
-        self._unanswered = store.unanswered
         self._is_local = writing.rules.is_local
         self._places = [trio.Semaphore(writing.rules.uploads) for _ in ("small", "large")]
         self._attempts: dict[StagedFile, UploadAttempt] = {}

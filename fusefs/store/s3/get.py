@@ -140,10 +140,8 @@ class RangeDownload:
         """Begin an attempt; return the `Call` that fetches the missing bytes, not sent yet."""
         self._began_at = self.position
         etag = self.version.etag
-        headers = {"range": f"bytes={self.position}-{self.stop - 1}"}
-        if self.is_whole_and_small:
-            headers = dict(ASKING)
-        headers["if-match"] = etag
+        span = {"range": f"bytes={self.position}-{self.stop - 1}"}
+        headers = {**(ASKING if self.is_whole_and_small else span), "if-match": etag}
         start, size = self.position, self.version.size
         self._path = None if self.new is None else self.new.new_path()
         sink = FileSink(self.fd, start, start, self.size, etag, size, True, self._path)
