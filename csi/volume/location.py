@@ -102,8 +102,7 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
         raise InvalidArgumentError(
             f"bucket: {bucket!r} is no name of a bucket; an access point has its alias"
         )
-    obstacle = bucket_obstacle(bucket, is_aws=store.endpoint_url is None)
-    if obstacle is not None:
+    if (obstacle := bucket_obstacle(bucket, is_aws=store.endpoint_url is None)) is not None:
         raise InvalidArgumentError(f"bucket: {obstacle.sentence}")
     region = attributes.get("region")
     if region is not None and not is_region(region):

@@ -297,8 +297,7 @@ class Downloader:
         started = []
         at = start
         while (gap := file.present.first_missing(at, stop)) is not None:
-            running = self.find(file, gap[0])
-            if running is not None:
+            if (running := self.find(file, gap[0])) is not None:
                 running.wanted += 1
                 started.append(running)
                 at = running.stop

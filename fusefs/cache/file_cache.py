@@ -491,8 +491,7 @@ class FileCache:
         return True
 
     def _rename(self, file: CacheFile, name: str) -> None:
-        rival = self.by_name.get(name)
-        if rival is not None:
+        if (rival := self.by_name.get(name)) is not None:
             self._let_go(rival)
             self.pin_again(rival)
             rival.is_ours = False

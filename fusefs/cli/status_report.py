@@ -388,8 +388,7 @@ def _daemon(daemon: Status) -> str:
 
 
 def _warnings(status: Status) -> Iterable[str]:
-    warning = (status.get("cache") or {}).get("warning")
-    if warning:
+    if warning := (status.get("cache") or {}).get("warning"):
         yield str(warning)
     access = status.get("access") or {}
     if access.get("refused_s") is not None:

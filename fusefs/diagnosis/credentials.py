@@ -42,8 +42,7 @@ def _describe(credentials: Any) -> Finding:
     method = str(credentials.method)
     text = f"key …{key.access_key[-4:]} from {method}"
     figures: dict[str, Any] = {"method": method, "is_temporary": bool(key.token)}
-    valid_s = remaining_s(credentials)
-    if valid_s is not None:
+    if (valid_s := remaining_s(credentials)) is not None:
         figures["valid_seconds"] = valid_s
         text += f", valid for {human_duration(valid_s)}"
         # Keys from the environment are not renewed: botocore reads the same variables again.

@@ -36,8 +36,7 @@ def all_statuses() -> list[dict[str, Any]]:
 
 def mount_status(mountpoint: Path) -> dict[str, Any]:
     """Return the status of the mount at `mountpoint`; CommandError if fusefs has none there."""
-    registration = registry.registration_of(mountpoint)
-    if registration is not None:
+    if (registration := registry.registration_of(mountpoint)) is not None:
         return _status_of(registration)
     mount = mountinfo.find_mount(mountpoint)
     if mount is None or not mount.is_fusefs:
@@ -60,8 +59,7 @@ def _status_of(registration: registry.Registration) -> dict[str, Any]:
         status["keeper"] = keeper_status(mountpoint, ANSWER_TIMEOUT_S)
         if status.get("not_answering") == ENDED:
             status["not_answering"] = "the daemon has died; the keeper is starting another"
-    waiting = _waiting_in_kernel(mountpoint)
-    if waiting is not None:
+    if (waiting := _waiting_in_kernel(mountpoint)) is not None:
         requests = status.get("requests")
         known = requests if isinstance(requests, dict) else {}  # may differ in another version
         status["requests"] = {**known, "in_kernel": waiting}
@@ -85,8 +83,7 @@ def _unregistered(mount: mountinfo.KernelMount) -> dict[str, Any]:
     known = {"mountpoint": str(mount.mountpoint), "source": mount.source}
     if not is_ours and os.geteuid() == 0 and mount.owner is not None:
         try:  # root may access the sockets of other users
-            socket = registry.socket_of(mount.mountpoint, mount.owner)
-            if socket is not None:
+            if (socket := registry.socket_of(mount.mountpoint, mount.owner)) is not None:
                 return control.request(socket, "status", ANSWER_TIMEOUT_S) | known
         except control.ControlError as error:
             return {**known, "not_answering": f"{why}; {error}"}

@@ -460,7 +460,6 @@ class Session:
         # Requests are read in order, so a request that is not waiting has been answered. With a
         # resent request the kernel resends its INTERRUPT as well.
         (unique,) = protocol.INTERRUPT_IN.unpack_from(body)
-        waiting = self._waiting.get(unique & _UNMARKED)
-        if waiting is not None:
+        if (waiting := self._waiting.get(unique & _UNMARKED)) is not None:
             self._interrupts.note(unique & _UNMARKED, waiting)
         return None

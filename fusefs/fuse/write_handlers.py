@@ -133,8 +133,7 @@ class WriteHandlers:
             new.mtime_ns = time.time_ns()
         elif valid & Setattr.MTIME:
             new.mtime_ns = mtime * SECOND_NS + mtime_rest
-        found = self._mutations.setattr_now(nodeid, new)
-        if found is not None:
+        if (found := self._mutations.setattr_now(nodeid, new)) is not None:
             return self._handlers.attr_out(found)
         return when_there(self._mutations.setattr(nodeid, new), self._handlers.attr_out)
 

@@ -82,8 +82,7 @@ def _check_mountpoint(mountpoint: Path) -> None:
 
 def refuse_mounted(mountpoint: Path) -> None:
     """Raise LaunchError if there is a mount on the directory already."""
-    mount = mountinfo.find_mount(mountpoint)
-    if mount is not None:
+    if (mount := mountinfo.find_mount(mountpoint)) is not None:
         raise LaunchError(
             f"{mountpoint} is already a mount ({mount.filesystem}, {mount.source}); "
             "unmount it or choose another directory"

@@ -145,8 +145,7 @@ def _runtime_paths() -> list[str]:
     Jobs of cron and of batch systems have no XDG_RUNTIME_DIR, or that of the submitting machine,
     while the user's shell on this machine may have one.
     """
-    given = os.environ.get(RUNTIME_VARIABLE)
-    if given:
+    if given := os.environ.get(RUNTIME_VARIABLE):
         return [given]
     uid = os.geteuid()
     if uid == 0:
@@ -313,8 +312,7 @@ def records() -> Iterator[Registration]:
         except OSError:
             continue
         for directory in directories:
-            registration = _read(directory)
-            if registration is not None:
+            if (registration := _read(directory)) is not None:
                 yield registration
 
 

@@ -32,8 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         command = self.prog.partition(" ")[0]
-        choice = _CHOICE.search(message)
-        if choice is not None:
+        if (choice := _CHOICE.search(message)) is not None:
             known = re.findall(r"[\w-]+", choice[2])
             hint = did_you_mean(choice[1], known) or f"; it is one of {', '.join(known)}"
             message = f"{message[: choice.start()]}{choice[1]!r} is not known{hint}"

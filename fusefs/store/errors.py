@@ -255,8 +255,7 @@ def translate(error: Exception) -> Failure:
     """Return the failure for an exception: the store's own, botocore's, or an unforeseen one."""
     if isinstance(error, StoreError):  # raised by our own check of the settings
         return Failure(type(error), str(error))
-    known = _from_botocore(error)
-    if known is not None:
+    if (known := _from_botocore(error)) is not None:
         return known
     if isinstance(error, OSError) and error.filename is not None:
         return Failure(StoreError, f"{error.filename}: {error.strerror}")

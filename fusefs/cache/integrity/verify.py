@@ -252,8 +252,7 @@ def examine(
     A fault is a sum that does not match its bytes, or the disk's error.
     """
     try:
-        fault = checksums.first_wrong(read, sums, present)
-        if fault is not None:
+        if (fault := checksums.first_wrong(read, sums, present)) is not None:
             return fault, []
         ranges = list(checksums.unsummed(present, sums))
         return None, [sum_ for gap in ranges for sum_ in checksums.sums_of(read, *gap)]

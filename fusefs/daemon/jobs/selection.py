@@ -257,8 +257,7 @@ class Selector:
             objects, roots = [], []
             for info in self._shown(page.objects):
                 path = info.key[len(prefix) :].split("/")
-                count = matched(path, patterns)
-                if count:
+                if count := matched(path, patterns):
                     objects.append(info)
                     root = prefix + "/".join(path[:count])
                     if root != last:

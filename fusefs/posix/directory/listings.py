@@ -118,8 +118,7 @@ class Directories:
 
     def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
         """The cached entry of a name, with its expiry (monotonic s); None: a request is needed."""
-        here = self.pending_changes.get(directory.prefix, name)
-        if here is not None:
+        if (here := self.pending_changes.get(directory.prefix, name)) is not None:
             return here, math.inf
         segment, now = directory.holding(name), time.monotonic()
         if segment is None or segment.expires <= now:
@@ -187,8 +186,7 @@ class Directories:
                 await self._walks.step(directory.prefix, expect)
                 if directory.additions != known_before:
                     continue  # the walk has filled the directory
-            event = directory.loading.get(position)
-            if event is not None:
+            if (event := directory.loading.get(position)) is not None:
                 with stage(WaitCause.METADATA):
                     await event.wait()
                 continue

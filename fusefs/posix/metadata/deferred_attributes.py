@@ -249,8 +249,7 @@ class DeferredAttributes:
 
     def renamed(self, key: str, info: ObjectInfo | None) -> None:
         """Move a change, made during the rename of `key`, to the new object `info` (None: drop)."""
-        entry = self._by_key.pop(key, None)
-        if entry is not None:
+        if (entry := self._by_key.pop(key, None)) is not None:
             if info is not None:
                 new = DeferredChange(info, entry.meta)
                 if not self._note(new):

@@ -62,8 +62,7 @@ class FileNumbers:
     def records(self) -> Iterator[tuple[int, int]]:
         """Yield all records (place, number); the records may change during the iteration."""
         for place in list(self._records):
-            number = self._records.get(place)
-            if number is not None:
+            if (number := self._records.get(place)) is not None:
                 yield place, number
 
     def of(self, parent: Inode, name: str, *, is_directory: bool) -> int:

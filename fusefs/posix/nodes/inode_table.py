@@ -224,8 +224,7 @@ class InodeTable:
 
     def create(self, parent: Inode, name: str, info: ObjectInfo) -> Inode:
         assert parent.children is not None
-        old = parent.children.get(name)
-        if old is not None:
+        if (old := parent.children.get(name)) is not None:
             self.numbers.removed(parent, name, is_directory=old.info is None)
             self.mark_replaced(old)
         return self.resolve(parent, name, info)

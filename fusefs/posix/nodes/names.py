@@ -50,9 +50,7 @@ def is_at_or_below(key: str, top: str) -> bool:
 
 def is_expressible(name: str) -> bool:
     """True if this part of a key can be a file name."""
-    if not name or name in (".", ".."):
-        return False
-    if "\0" in name or "/" in name:
+    if name in ("", ".", "..") or "\0" in name or "/" in name:
         return False
     return len(name) <= 63 or len(name.encode()) <= NAME_MAX
 

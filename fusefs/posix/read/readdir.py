@@ -78,8 +78,7 @@ class DirectoryStreams(MountPart):
     ) -> None:
         handle.position = await self._find(handle, offset)
         handle.offset = offset
-        answer = self.read(handle.fh, offset, buffer)
-        if answer is not None:
+        if (answer := self.read(handle.fh, offset, buffer)) is not None:
             await answer
 
     async def _find(self, handle: DirectoryHandle, offset: int) -> str:

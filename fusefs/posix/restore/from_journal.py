@@ -108,8 +108,7 @@ def restore_table(inodes: InodeTable, state: KernelState) -> None:
         choose_lead(nodes)
     inodes.link_again()
     for nodeid, marks in state.marks.items():
-        directory = inodes.find(nodeid)
-        if directory is not None:
+        if (directory := inodes.find(nodeid)) is not None:
             directory.marks = marks
 
 

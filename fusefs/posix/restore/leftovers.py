@@ -218,8 +218,7 @@ def adopt_file(writer: Writer, path: Path, *, may_be_open: bool = True) -> bool:
     fd, record = loaded
     inode = None
     if record["is_closed"] and not record["is_unlinked"]:
-        younger = _younger(writer, record["key"])
-        if younger is not None:
+        if (younger := _younger(writer, record["key"])) is not None:
             _give_way(writer, path, fd, record, younger)
             return False
         inode = _node(writer, record["key"], record["etag"], os.fstat(fd))

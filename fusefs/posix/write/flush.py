@@ -302,8 +302,7 @@ class Flusher(MountPart):
     def change_meta(self, inode: Inode, meta: Meta) -> None:
         """Change a file's attributes (mode, owner, time, xattrs), and plan to send them."""
         inode.part_names()
-        staged = inode.staged
-        if staged is not None:
+        if (staged := inode.staged) is not None:
             if meta.mtime_ns is not None:
                 if staged.is_content_dirty and may_tell_uploaded(staged.recorded):
                     # With the new time the content could look like the content uploaded before.
@@ -366,8 +365,7 @@ class Flusher(MountPart):
     async def _attributes_landed(self, old: ObjectInfo, new: ObjectInfo) -> None:
         """Replace the version `old` by `new`, with other attributes, in cache, node and listing."""
         await self._cache.move(old.version, new.version)
-        inode = self._node_of(old)
-        if inode is not None:
+        if (inode := self._node_of(old)) is not None:
             if inode.staged is not None and inode.staged.etag == old.etag:
                 inode.staged.etag = new.etag
                 self._staging.try_record(inode.staged)
@@ -501,9 +499,7 @@ class Flusher(MountPart):
         if staged.state is FileState.ABANDONED and self._can_be_undone(staged):
             self._nursery.start_soon(self._undo, staged)
             return
-        if self._defer(staged):
-            return
-        if staged.is_closed and self.uploads.is_under_way(staged):
+        if self._defer(staged) or (staged.is_closed and self.uploads.is_under_way(staged)):
             return
         if not staged.is_closed:
             self._staging.close(staged)

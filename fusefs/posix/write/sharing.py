@@ -97,7 +97,6 @@ class Sharing(MountPart):
     async def _is_used(self, file: CacheFile) -> bool:
         if file.handles:
             return True  # a program has opened the file meanwhile, so its id is in use
-        gone = self._backing.drop(file)
-        if gone is not None:
+        if (gone := self._backing.drop(file)) is not None:
             await gone.wait()
         return bool(file.handles) or (file.fd >= 0 and not is_unused(file.fd))

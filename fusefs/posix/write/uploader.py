@@ -165,8 +165,7 @@ class Uploader(UploadSteps):
 
     async def ended(self, staged: StagedFile) -> None:
         """Wait until a file's upload, if one is under way, has succeeded or failed."""
-        attempt = self._attempts.get(staged)
-        if attempt is not None:
+        if (attempt := self._attempts.get(staged)) is not None:
             with waiting_for(attempt.work):
                 await attempt.done.wait()
 
@@ -335,8 +334,7 @@ class Uploader(UploadSteps):
             raise OSError(errno.ESTALE, "the object was replaced while it was edited") from error
 
     async def _send(self, staged: StagedFile, attempt: UploadAttempt) -> None:
-        ahead = self._aheads.get(staged)
-        if ahead is not None:
+        if (ahead := self._aheads.get(staged)) is not None:
             ahead.is_last = True  # no further part is begun ahead
             if staged.upload is None:
                 await ahead.done.wait()  # the multipart upload is just beginning
@@ -459,8 +457,7 @@ class Uploader(UploadSteps):
 
     def _drop(self, staged: StagedFile, start: int, stop: int) -> None:
         """Forget the uploaded parts of [start, stop), as the file has other bytes there now."""
-        upload = staged.upload
-        if upload is not None:
+        if (upload := staged.upload) is not None:
             for number in range(upload.part_at(start), upload.part_at(stop - 1) + 1):
                 upload.drop(number)
 

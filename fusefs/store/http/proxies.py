@@ -80,8 +80,7 @@ def _fits(element: str, host: str, port: int) -> bool:
         if int(number) != port:
             return False
         element = name
-    network = _network(element.strip("[]"))
-    if network is not None:
+    if (network := _network(element.strip("[]"))) is not None:
         address = _network(host.partition("%")[0])
         return address is not None and address.network_address in network
     name = element.removeprefix("*").strip(".")

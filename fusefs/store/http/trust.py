@@ -67,8 +67,7 @@ def find(
             return _trust([path], origin)
     # A list of directories separated by colons, like PATH.
     directories = environment.get("SSL_CERT_DIR", "").split(":")
-    files = list(filter(None, [environment.get("SSL_CERT_FILE"), *directories]))
-    if files:
+    if files := list(filter(None, [environment.get("SSL_CERT_FILE"), *directories])):
         # As in OpenSSL, one of them may be missing.
         found = [path for path in files if os.path.exists(path)]
         return _trust(found or files[:1], "SSL_CERT_FILE or SSL_CERT_DIR")

@@ -92,8 +92,7 @@ async def find(
         info, headers = await head(requester, key, headers=ASKING)
     except NotFoundError:
         return None
-    token = ChangeToken.parse(metadata)
-    if token is not None:
+    if (token := ChangeToken.parse(metadata)) is not None:
         return info if info.token == token and info.size == size else None
     is_same = headers.get("x-amz-checksum-crc32") == checksum
     return info if is_same and (info.size, info.metadata) == (size, dict(metadata)) else None

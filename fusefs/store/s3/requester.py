@@ -330,8 +330,7 @@ class Requester:
                     clock.first_byte(sent + completion.first_byte_s)
                 if completion.error == "timeout":
                     self._timed_out = trio.current_time()
-                failure = failure_of(completion, call, access, offset_s)
-                if failure is not None:
+                if (failure := failure_of(completion, call, access, offset_s)) is not None:
                     code = str(failure.status or "none")
                     raise AttemptError(failure)
                 code = "200"
