@@ -205,11 +205,11 @@ class HeadCache:
         key = self._inodes.key(inode)
         head = self._pending.pop(key, None)
         if head is not None:
-            # The answer has to be about the inode's version, and not too old.
+            # The answer has to be about the inode's version and attributes, and not too old.
             prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
             is_old = time.monotonic() - head.sent > self._directories.get(prefix).most_s
             known, info = inode.info, head.info
-            is_other = known is not None and info is not None and info.etag != known.etag
+            is_other = known is not None and info is not None and not _is_same(info, known)
             if is_old or is_other or head.error:
                 head = None
         self._look_ahead(inode, is_expected=head is not None)

@@ -1,7 +1,6 @@
 """A cache disk that can't read what was written to it: programs get the bytes from the bucket."""
 
 import errno
-import io
 import os
 import random
 from collections.abc import Iterator
@@ -40,13 +39,8 @@ def fail_under(disk: FailingDisk, mount: Mount, path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         disk.fail(*cached(mount.cache))
         with pytest.raises(OSError, match="output error") as seen:
-            read_to_the_end(file)
+            file.readall()
     assert seen.value.errno == errno.EIO
-
-
-def read_to_the_end(file: io.RawIOBase) -> None:
-    while file.read(MIB):
-        pass
 
 
 @states(

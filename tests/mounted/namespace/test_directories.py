@@ -55,10 +55,6 @@ def tree(still: Bucket, module_mounter: Mounter) -> Mount:
     return module_mounter("--metadata-ttl", "indefinite", bucket=still)
 
 
-def expected_files() -> set[str]:
-    return {key for key in KEYS if not key.endswith("/")}
-
-
 @states("A directory is a common prefix: if there is an object `a/b`, there is a directory `a`.")
 def test_a_walk_finds_exactly_the_buckets_keys(tree: Mount) -> None:
     found = {
@@ -66,7 +62,7 @@ def test_a_walk_finds_exactly_the_buckets_keys(tree: Mount) -> None:
         for where, _, names in os.walk(tree.path)
         for name in names
     }
-    assert found == expected_files()
+    assert found == {key for key in KEYS if not key.endswith("/")}
 
 
 def test_a_listing_tells_directories_from_files(tree: Mount) -> None:

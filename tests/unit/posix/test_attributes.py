@@ -21,7 +21,7 @@ from fusefs.posix.metadata.deferred_attributes import AT_ONCE, DeferredAttribute
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode, InodeTable, Ownership
-from fusefs.posix.nodes.object_metadata import Meta
+from fusefs.posix.nodes.object_metadata import Meta, read
 from fusefs.posix.types import Caller, NewAttributes
 from fusefs.settings.patterns import PathRules
 from fusefs.store.errors import StoreError
@@ -252,6 +252,19 @@ async def test_heads_are_sent_ahead_of_who_goes_through_a_directory_in_order(
     assert heads[30] > 45, heads
     assert max(ahead - done for done, ahead in enumerate(heads)) <= 2 * 32
     assert heads[-1] == len(NAMES)
+
+
+async def test_a_head_from_before_an_own_change_is_not_believed(process: Process) -> None:
+    """A chmod to the mode that it had told was taken for none."""
+    private, shared = (str(stat.S_IFREG | mode) for mode in (0o600, 0o640))
+    process.store.put("d/a", b"x", mode=private)
+    await process.listing("d")
+    deferred, left = process.writer.deferred, {"mode": shared}
+    deferred.put(process.store.objects["d/a"].info, read(left, Ownership(1, 2, 0o644, 0o755).file))
+    await deferred.flush("d/a")
+    await process.set_attributes("d/a", mode=0o600)
+    await deferred.flush("d/a")
+    assert process.store.objects["d/a"].info.metadata["mode"] == private
 
 
 async def test_a_failed_head_is_sent_again(process: Process) -> None:
