@@ -46,12 +46,11 @@ class Drains:
         Raises:
             UploadingError: files wait for their upload and `drainTimeout` has not passed.
         """
-        pending, may_come = self._pending(record)
+        pending, may_come = self.pending(record)
         if pending and may_come and not self._is_given_up(record):
             raise UploadingError(pending)
         if pending:
-            where = record.cache_directory
-            log.error("given up: %s; the files are kept below %s", pending, where)
+            log.error("given up: %s; the files are kept below %s", pending, record.cache_directory)
 
     def end(self, record: MountRecord, ends: float) -> bool:
         """End a mount without targets; return False if it continues, although no upload is left.
@@ -84,7 +83,7 @@ class Drains:
                 self._mounts.records.write(known.key, replace(known, drain_began=began))
         return time.monotonic() - began >= record.drain_timeout_s
 
-    def _pending(self, record: MountRecord) -> tuple[str, bool]:
+    def pending(self, record: MountRecord) -> tuple[str, bool]:
         """Describe the files waiting for upload, or ""; with True if they may still be uploaded."""
         path, table = Path(record.root), MountTable()
         root, supervisor = table.top(path), self._mounts.supervisor

@@ -281,13 +281,17 @@ class NodeService(csi_pb2_grpc.NodeServicer):
 
     def _begin(self, plan: _Plan, ends: float) -> None:
         self._store_secrets(plan)
+        record = plan.record
+        left, _ = self._drains.pending(record)  # a new daemon removes the link to them
         try:
-            self._mounts.start(plan.record, ends)
+            self._mounts.start(record, ends)
         except CsiError as error:
-            if self._mounts.references(plan.record.key, MountTable()):
+            if self._mounts.references(record.key, MountTable()):
                 # Not final: running pods use the mount, and the reconciler may still resume it.
                 raise UnavailableError(str(error)) from error
-            self._mounts.end(plan.record, time.monotonic(), is_forced=True)
+            if left:
+                log.error("given up: %s; the files are kept below %s", left, record.cache_directory)
+            self._mounts.end(record, time.monotonic(), is_forced=True)
             raise
 
     def _store_secrets(self, plan: _Plan) -> None:

@@ -67,7 +67,7 @@ def test_uploads_are_given_up_in_time_though_drivers_change_and_a_setting_is_unk
     )
     record = replace(a_record(known.as_texts() | UNKNOWN), drain_timeout_s=0.1)
     mounts: Any = SimpleNamespace(records=MountRecords(tmp_path))
-    monkeypatch.setattr(Drains, "_pending", lambda *_: ("1 files", True))
+    monkeypatch.setattr(Drains, "pending", lambda *_: ("1 files", True))
     with pytest.raises(UploadingError):
         Drains(mounts).check(record)
     time.sleep(0.1)
