@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from fusefs.linux.files import replace as replace_file
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
 _LEAVING = ".leaving"
+_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # The entries of a cache directory that are not copies of S3's data (fusefs/cache/disk.py).
 _STATE = frozenset(("mounts", "format"))
 
@@ -105,6 +106,16 @@ class CacheDomains:
                 )
             os.utime(directory, follow_symlinks=False)
         return CacheDomain(name, uid, directory)
+
+    def has_files(self, name: str, *below: str) -> bool:
+        """True if a directory in a domain's cache has entries; links are not followed."""
+        with suppress(OSError), ExitStack() as stack:
+            fd = None
+            for part in (os.fspath(self.directory / name), *below):
+                fd = os.open(part, _NO_LINK, dir_fd=fd)
+                stack.callback(os.close, fd)
+            return bool(os.listdir(fd))
+        return False
 
     # --- removal of domains ---
 

@@ -336,9 +336,10 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             # A mount keeps its first secrets, so other secrets need another mount.
             texts.append(cache_secrets.proof)
         variant = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
-        mode = layer["read_only"].text  # a reader would not upload what a writer has left
+        mode = str(publish.is_reader_mode or options.wanted.read_only)  # a reader uploads nothing
         data = (publish.volume_id, str(location), mode, *identity.proof)
-        key, known = self._key_of(variant, self._domains.name_of("data", name, *data), name)
+        common = self._domains.name_of("data", name, *data)
+        key, known = self._key_of(variant, common, name, publish.target)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
         self._warmups.forget(key)  # records of an earlier mount
@@ -375,23 +376,28 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             self._mounts.records.write(record.key, record)
         return _Plan(identity, record, options.warm, cache_secrets)
 
-    def _key_of(self, variant: str, common: str, domain: str) -> tuple[str, MountRecord | None]:
+    def _key_of(
+        self, variant: str, common: str, domain: str, target: Path
+    ) -> tuple[str, MountRecord | None]:
         """Return the key for a mount, and its record if there is one.
 
         The key decides where files wait for their upload. `common` has no settings in it, so that
         the next mount finds the files whatever its settings are. The key is `variant`, a digest of
         the settings too, if `common` is in use with other settings, or if files wait at `variant`.
         """
-        records = self._mounts.records
+        records, table = self._mounts.records, MountTable()
         known, other = records.read(variant), records.read(common)
-        if known is not None:
+        own, root = (table.top(self._mounts.root_of(key)) for key in (variant, common))
+        if known is not None or own is not None:
             return variant, known
         if other is not None and other.variant == variant:
             return common, other
         state = directory_of(self._mounts.root_of(variant)).name
-        place = self._domains.directory / domain / "mounts" / state
-        is_left = any(any(place.glob(f"{kind}/*")) for kind in ("late", "renames", "staging"))
-        is_taken = other is not None and not self._mounts.is_dead(other)
+        kinds = ("late", "renames", "staging")
+        is_left = any(self._domains.has_files(domain, "mounts", state, kind) for kind in kinds)
+        # A mount whose record is lost may have any settings: only its targets go on with it.
+        is_lost = root is not None and target not in self._mounts.references(common, table)
+        is_taken = is_lost if other is None else not self._mounts.is_dead(other)
         return variant if is_left or is_taken else common, None
 
     def _domain_name(self, identity: Identity, location: Location, options: Options) -> str:

@@ -235,6 +235,8 @@ def test_links_are_not_followed_and_nothing_of_others_goes(node: Node, public_pa
     os.chown(outside / "file", old.uid, old.uid)
     for name in ("link", "mounts/link", "mounts/m/staging", "shared/objects/link"):
         (old.directory / name).symlink_to(outside)
+    links = (("link", "."), ("mounts", "link"), ("mounts", "m", "staging"))
+    assert not any(node.domains.has_files(old.name, *below) for below in links)
     node.age(old, 2 * KEEP_S)
     node.collector.collect()
     assert not old.directory.exists()
