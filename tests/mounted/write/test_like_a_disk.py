@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,7 +110,11 @@ class Disks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prefix = f"example-{next(self.numbers)}"
+        number = next(self.numbers)
+        for root in (self.mount.path, self.scratch):
+            # SeaweedFS deletes what gets the name of a removed folder, 150 s later (support.md).
+            shutil.rmtree(root / f"example-{number - 10}", ignore_errors=True)
+        self.prefix = f"example-{number}"
         self.mounted = self.mount.path / self.prefix
         self.plain = self.scratch / self.prefix
         self.mounted.mkdir()

@@ -6,7 +6,6 @@ tokens (AssumeRoleWithWebIdentity), and there alone the keys that they get for t
 
 import base64
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.servers import s3_server
 from tests.support.servers.in_process import Answer, Headers, InProcessServer
 from tests.support.servers.s3_server import GRPC_DISTANCE, S3Server, die_with_parent, free_ports
 from tests.support.waiting import until
@@ -120,7 +120,7 @@ def sts_gateway(s3: S3Server, issuer: Issuer, account: str, directory: Path) -> 
         ) as process,
     ):
         try:
-            until(lambda: _is_listening(port), "the gateway listens")
+            until(lambda: not s3_server.is_free(port), "the gateway listens")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()
@@ -172,11 +172,6 @@ def iam_config(
             }
         ],
     }
-
-
-def _is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _openssl(*arguments: Any, text: bytes = b"") -> bytes:
