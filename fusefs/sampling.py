@@ -23,15 +23,16 @@ logger = logging.getLogger("fusefs.sampling")
 
 # A plan is extended with each epoch until it has this many entries; then a new plan begins.
 MOST_ENTRIES = 4_000_000
+Planned = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
 CONTROL = ".fusefs/plan"  # relative to a mount's root
 _FAILURES = (CommandError, ControlError, MountsError, OSError, ValueError)
 
 
-def plan(paths: Sequence[str | os.PathLike[str]], *, reader: str = "") -> None:
+def plan(paths: Sequence[Planned], *, reader: str = "") -> None:
     """Tell the mount of `paths` that a program will read these files in this order.
 
-    The new plan replaces the last plan of the same `reader`. This name distinguishes readers
-    with different orders, such as ranks.
+    A range of bytes is `(path, start, stop)`. The new plan replaces the last plan of the same
+    `reader`. This name distinguishes readers with different orders, such as ranks.
 
     Raises:
         CommandError: the paths are in no mount, or in several.
@@ -107,10 +108,10 @@ class _FileSender:
         self._reader = reader
         self.count = 0
 
-    def add(self, path: str) -> None:
+    def add(self, path: str, span: str = "") -> None:
         if "\t" in path or "\n" in path:
             raise ValueError(f"{path!r} has a tab or a newline")
-        self._file.write(f"{path}\t{self._reader}\n")
+        self._file.write(f"{path}\t{self._reader}\t{span}\n")
         self.count += 1
 
     def flush(self, *, is_last: bool = False) -> None:
@@ -131,17 +132,16 @@ class _Reader:
     def size(self) -> int:
         return self._sender.count if self._sender is not None else 0
 
-    def give(self, paths: Sequence[str | os.PathLike[str]], *, is_last: bool = False) -> None:
+    def give(self, paths: Sequence[Planned], *, is_last: bool = False) -> None:
         if not paths:
             return
         if self._sender is None:
-            first = os.path.abspath(paths[0])
+            first = os.path.abspath(paths[0][0] if isinstance(paths[0], tuple) else paths[0])
             try:
                 mountpoint, below = sync.find(Path(first))
             except CommandError:
-                directory = next(
-                    (at for at in Path(first).parents if (at / CONTROL).exists()), None
-                )
+                mounts = (at for at in Path(first).parents if (at / CONTROL).exists())
+                directory = next(mounts, None)
                 if directory is None:
                     raise
                 self._root = f"{directory}/"
@@ -149,9 +149,10 @@ class _Reader:
             else:
                 self._root = first.removesuffix(below)  # as spelled in the paths
                 self._sender = Sender(mountpoint, self.name)
-        for path in paths:
+        for each in paths:
+            path, *span = each if isinstance(each, tuple) else (each,)
             absolute = os.path.abspath(path)
             if not absolute.startswith(self._root):
                 raise CommandError(f"{path} is not in the mount {self._root}")
-            self._sender.add(absolute[len(self._root) :])
+            self._sender.add(absolute[len(self._root) :], "-".join(map(str, span)))
         self._sender.flush(is_last=is_last)

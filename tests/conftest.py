@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -186,6 +187,14 @@ def mounter(bucket: Bucket, tmp_path: Path) -> Iterator[Mounter]:
     """Mounts the bucket; see `mounting`."""
     with mounting(bucket, tmp_path) as mount:
         yield mount
+
+
+@pytest.fixture
+def behind(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mounter]:
+    """As `mounter`, behind the faulty server, whose faults end with the test."""
+    faulty.clear()
+    yield partial(mounter, endpoint_url=faulty.endpoint_url)
+    faulty.clear()
 
 
 @pytest.fixture(scope="module")

@@ -278,8 +278,9 @@ _COMMANDS = (
         "Give a mount the list of files that a program will read, in the order of reading: it "
         "fetches each before its turn, and keeps what is used again soonest. A line is a path, "
         "relative to PATH, absolute, or an s3:// URI of the mount's bucket; after a tab it may "
-        "have the name of its reader, each of which has an order of its own. fusefs status shows "
-        "how far ahead the mount is. A new plan replaces the reader's last one.",
+        "have its reader's name, as each reader has an order of its own, and after another tab a "
+        "range, START-STOP, of bytes. fusefs status shows how far ahead the mount is. A new plan "
+        "replaces the reader's last one.",
         (
             _PATH,
             _argument(

@@ -15,6 +15,7 @@ from fusefs.cli import manifest, sync
 from fusefs.cli.polling import ANSWER_TIMEOUT_S, FIRST_PAUSE_S, POLL_S, SILENCE_S
 from fusefs.launch.control import CommandError, NotAnsweringError
 from fusefs.launch.mount_requests import daemon_request
+from fusefs.planning.table import planned
 
 # The bytes of the list that are read at a time, and the maximum length of an entry in bytes.
 CHUNK = 1 << 20
@@ -39,9 +40,9 @@ class Sender:
         self._offset = self._size = self.count = 0
         self._piece: list[str] = []
 
-    def add(self, path: str) -> None:
-        self._piece.append(path)
-        self._size += len(path.encode()) + 1
+    def add(self, path: str, span: str = "") -> None:
+        self._piece.append(planned(path, span))
+        self._size += len(self._piece[-1].encode()) + 1
         self.count += 1
         if self._size >= manifest.PIECE:
             self.flush()
@@ -50,14 +51,9 @@ class Sender:
         """Send the entries added since the last request; the first one replaces an earlier plan."""
         if not self._piece and not (is_last and self.count):
             return
-        message = {
-            "command": "plan",
-            "reader": self._reader,
-            "offset": self._offset,
-            "entries": self._piece,
-            "is_last": is_last,
-        }
-        daemon_request(self._mountpoint, message, ANSWER_TIMEOUT_S)
+        message = {"command": "plan", "reader": self._reader, "offset": self._offset}
+        entries = {"entries": self._piece, "is_last": is_last}
+        daemon_request(self._mountpoint, message | entries, ANSWER_TIMEOUT_S)
         self._offset, self._size, self._piece = self._offset + self._size, 0, []
 
     def plan(self) -> dict[str, Any]:
@@ -79,7 +75,7 @@ def send(
     their files missing.
     """
     mountpoint, below = sync.find(base)
-    # A line of text may have a reader's name after a tab; NUL-separated entries are only paths.
+    # A line of text is a path, a reader and a range; NUL-separated entries are only paths.
     is_text = separator != b"\0"
     reading = manifest.Manifest(mountpoint, below, is_text=is_text)
     senders: dict[str, Sender] = {}
@@ -96,12 +92,16 @@ def send(
         for entries in _entries(fd, separator, file):
             pairs = [entry.partition(b"\t") if is_text else (entry, b"", b"") for entry in entries]
             paths = reading.paths([path for path, _, _ in pairs], refuse)
-            for (_, _, name), path in zip(pairs, paths, strict=True):
+            for at, ((_, _, more), path) in enumerate(zip(pairs, paths, strict=True), 1):
                 if path:
-                    whose = name.decode(errors="replace").strip() or reader
-                    if whose not in senders:
-                        senders[whose] = Sender(mountpoint, whose)
-                    senders[whose].add(path)
+                    name, _, span = more.decode(errors="replace").partition("\t")
+                    whose = name.strip() or reader
+                    sender = senders.get(whose) or Sender(mountpoint, whose)
+                    try:
+                        sender.add(path, span.strip())
+                        senders[whose] = sender
+                    except ValueError as error:
+                        refuse(at, str(error))
             number += len(entries)
             if bad >= MOST_BAD and not senders:
                 raise CommandError(f"{file} is no list of paths of {mountpoint}: line {named[0]}")
@@ -155,7 +155,7 @@ def _are_found(senders: list[Sender], complain: Callable[[str], None]) -> bool:
     """Wait up to 3 s until each plan's first paths are looked up; False if the bucket lacks one."""
     deadline, pause_s = time.monotonic() + FIRST_LOOK_S, FIRST_PAUSE_S
     for sender in senders:
-        wanted = min(sender.count, FIRST_LOOK)
+        wanted = min(sender.plan()["entries"], FIRST_LOOK)
         while (plan := sender.plan())["looked_up"] < wanted and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S)

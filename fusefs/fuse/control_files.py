@@ -35,6 +35,7 @@ import trio
 from fusefs.fuse import protocol
 from fusefs.fuse.protocol import ROOT_ID, Fopen, Opcode
 from fusefs.fuse.read_handlers import CHANGING, Entries, Handler, Payload, ReadHandlers, Result
+from fusefs.planning.table import planned
 from fusefs.posix.nodes.inode import Attributes
 from fusefs.posix.nodes.names import PRIVATE
 from fusefs.posix.types import Caller, NameKind
@@ -241,22 +242,22 @@ class _Text:
             await self._give(reader, paths)
 
     def _parse(self, line: bytes) -> tuple[str, str]:
-        """Parse a line into (path, reader); the path is "" for a comment. Raises ValueError."""
-        reader = ""
+        """Parse a line into (path or range, reader), ("", "") for a comment. Raises ValueError."""
+        reader = span = ""
         if b"\0" in line or len(line) > _LONGEST_LINE:
             raise ValueError("it is no path")
         text = line.decode()
         if self._separator == b"\n":
-            text, _, reader = text.partition("\t")
+            text, reader, span = [*text.split("\t", 2), "", ""][:3]
             text = text.strip()
             if not text or text.startswith("#"):
                 return "", ""
         path = os.path.normpath(text)
         if path.startswith(("/", "../")) or path in (".", ".."):
             raise ValueError("its path is not relative to the mount")
-        if self.nodeid == WARM and (reader or "\n" in path):
+        if self.nodeid == WARM and (reader or span or "\n" in path):
             raise ValueError("it is no path to be warmed")
-        return path, reader.strip()
+        return planned(path, span.strip()), reader.strip()
 
     async def _give(self, reader: str, paths: Sequence[str], *, is_last: bool = False) -> None:
         offset = self._sent.get(reader, 0)

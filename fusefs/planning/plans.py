@@ -119,6 +119,7 @@ class Plans:
                 offset += len(text)
                 self._take_in(plan, text)
                 self._prefetcher.moved()
+            plan.has_all = True  # so far: `add` may bring more
             logger.info("going on with a plan of %d files", plan.size)
         except OSError as error:
             logger.warning("a plan can't be read again: %s", error)
@@ -126,7 +127,7 @@ class Plans:
     async def add(self, reader: str, offset: int, text: bytes, *, is_last: bool) -> dict[str, Any]:
         """Add `text` to a reader's plan at `offset` (0: begin it anew); return the plan's state.
 
-        Each entry is a path relative to the mount, terminated by a NUL. `is_last` ends the plan.
+        The text is as in table.py, paths are relative to the mount. `is_last` ends the plan.
 
         Raises:
             PlanError: the piece can't be accepted; the plan is deleted.
@@ -285,11 +286,12 @@ class Plans:
 
     def opening(self, file: CacheFile) -> bool:
         """Note that a program begins to open a file; return True if a plan has the file."""
-        if self._plans and not file.is_complete and len(self._late) < MOST_LATE:
+        plans, mark = self._plans.values(), self._mark(file) or 0  # hardly the mark of an entry
+        may_wait = plans and not file.is_complete and len(self._late) < MOST_LATE
+        if may_wait and not any(self._prefetcher.is_there(plan, mark, file) for plan in plans):
             self._late.add(file)
-            for plan in self._plans.values():  # also those whose first opens wait
-                # A file without a version has no mark; 0 is hardly the mark of an entry.
-                if not plan.is_ignored and plan.distance(self._mark(file) or 0) < plan.window:
+            for plan in plans:  # also those whose first opens wait
+                if not plan.is_ignored and plan.distance(mark) < plan.window:
                     plan.late_since = plan.late_since or time.time()
         return self.next_use(file) is not None
 
@@ -304,6 +306,7 @@ class Plans:
         self._late.discard(file)
         distances = {plan: plan.distance(mark) for plan in self._plans.values()}
         nearest = min(distances, key=distances.__getitem__)
+        is_again = nearest.has_ranges and mark in nearest.latest  # for another range
         # Only one reader opened the file; it is unknown which if none expects it.
         for plan in (nearest,) if distances[nearest] < nearest.window else distances:
             was_followed, jumps = plan.is_followed, plan.jumps
@@ -312,7 +315,7 @@ class Plans:
                 self._clock += moved / max(1, len(self._active))
             if plan.is_followed != was_followed or plan.jumps != jumps:
                 self._refresh()
-        if distances[nearest] < math.inf:
+        if distances[nearest] < math.inf and not is_again:
             self.opens[self._prefetcher.opened(nearest, is_late=is_late)] += 1
 
     def describe(self) -> list[dict[str, Any]]:

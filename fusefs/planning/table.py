@@ -1,10 +1,11 @@
 """One reader's plan: the paths that it will read, in order, and its position.
 
 A plan may have ten million entries, so entries are not objects. The plan's text is in a file on the
-cache's disk, each entry terminated by a NUL. In memory an entry takes 4 bytes for a checksum of its
-key and 4 bytes for a link; a hash table in each segment maps a checksum to its entries. If two keys
-have the same checksum (one pair in four billion), a file is fetched or evicted at the wrong time,
-and nothing else happens.
+cache's disk: paths, or `/START-STOP/PATH` for a range of bytes, each terminated by a NUL. Ranges of
+a file in a row are one entry, because only opens show the position. In memory an entry takes 4
+bytes for a checksum of its key and 4 bytes for a link; a hash table in each segment maps a checksum
+to its entries. If two keys have the same checksum (one pair in four billion), a file is fetched or
+evicted at the wrong time, and nothing else happens.
 
 The *position* follows from the opens. Entries before `low` are done, those in `_seen` were opened
 out of order, as several workers do. An open is expected within a window after `low`. An open
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from zlib import crc32
@@ -27,8 +30,9 @@ from zlib import crc32
 # Entries of the first segment, and most entries of a segment.
 SMALLEST_SEGMENT = 1 << 14
 LARGEST_SEGMENT = 1 << 20
-# One entry in this many has its offset in the text recorded.
+# Entries and bytes of text after which the next entry has its offset in the text recorded.
 BLOCK = 64
+BLOCK_BYTES = 4 << 20
 # Share of the distinct paths by which opens may be out of order, either way: in a random order,
 # too, up to half of the opens are then expected. The largest window is about the number of entries
 # in all workers' batches.
@@ -51,6 +55,20 @@ MOST_LATEST = 64
 # After this time and this many other opens without an expected open, the plan is ignored.
 IDLE_S = 300.0
 IDLE_OPENS = 1000
+# The most ranges of an entry that are fetched.
+MOST_RANGES = 10_000
+
+Ranges = list[tuple[int, int]]
+Visit = tuple[str, Ranges]  # a path, and what is read of the file: no ranges for all of it
+_RANGE = re.compile(rb"/(\d{1,18})-(\d{1,18})/(.+)", re.DOTALL)
+
+
+def planned(path: str, span: str) -> str:
+    """Return the text for `path`, or for its bytes `span` ("START-STOP", else ValueError)."""
+    found = re.fullmatch("([0-9]{1,18})-([0-9]{1,18})", span)
+    if span and not (found and int(found[1]) < int(found[2])):
+        raise ValueError(f"{span!r} is no range of bytes, START-STOP")
+    return f"/{span}/{path}" if span else path
 
 
 class Segment:
@@ -109,20 +127,21 @@ class Plan:
         self.fd = fd
         self.size = self.text_bytes = 0
         self.low = self.high = self.jumps = self.skipped = 0
-        self.is_ignored = self.is_confirmed = self.has_all = False
+        self.is_ignored = self.is_confirmed = self.has_all = self.has_ranges = False
         self.last_expected = time.monotonic()
         self.late_since: float | None = None  # epoch seconds: every open since then was late
         self._start_mark = crc32(prefix.encode())
         self._rest = b""  # an incomplete entry at the end
         self._segments: list[Segment] = []
-        self._offsets = array("Q")
-        self._next_offset = 0
-        self._distinct = 0
+        # The positions of some entries, and their offsets in the text.
+        self._firsts, self._offsets = array("Q", [0]), array("Q", [0])
+        self._next_offset = self._distinct = 0
+        self._last_mark = -1
         self._seen: set[int] = set()
         # Positions opened or passed over; the prefetcher clears the list.
         self.passed: list[int] = []
         self._stray: list[int] = []
-        self._latest: deque[int] = deque()
+        self.latest: deque[int] = deque()
         self._share = FIRST_SHARE
         self._others = 0
 
@@ -146,35 +165,55 @@ class Plan:
 
     def add(self, text: bytes) -> list[int]:
         """Add the entries in a piece of text, already in the file; return their checksums."""
-        *entries, self._rest = (self._rest + text).split(b"\0")
+        *lines, self._rest = (self._rest + text).split(b"\0")
         self.text_bytes += len(text)
-        start, at = self._start_mark, self._next_offset
-        for number, entry in enumerate(entries, self.size):
-            if number % BLOCK == 0:
-                self._offsets.append(at)
-            at += len(entry) + 1
-        self._next_offset = at
-        marks = [crc32(entry, start) for entry in entries]
-        done = 0
-        while done < len(marks):
+        marks: list[int] = []
+        number, at, before, start = self.size, self._next_offset, self._last_mark, self._start_mark
+        most, end = self._firsts[-1] + BLOCK, self._offsets[-1] + BLOCK_BYTES
+        for line in lines:
+            found = _RANGE.fullmatch(line) if line[:1] == b"/" else None
+            mark = crc32(found[3] if found else line, start)
+            if found:
+                self.has_ranges = True
+            if found is None or mark != before:
+                if number >= most or at >= end:
+                    self._firsts.append(number)
+                    self._offsets.append(at)
+                    most, end = number + BLOCK, at + BLOCK_BYTES
+                marks.append(mark)
+                number += 1
+            before = mark
+            at += len(line) + 1
+        self._next_offset, self._last_mark, rest = at, before, marks
+        while rest:
             if not self._segments or not self._segments[-1].room:
                 size = max(SMALLEST_SEGMENT, min(LARGEST_SEGMENT, self.size))
                 self._segments.append(Segment(self.size, size))
             last = self._segments[-1]
-            part = marks[done : done + last.room]
+            part, rest = rest[: last.room], rest[last.room :]
             self._distinct += last.add(part)
             self.size += len(part)
-            done += len(part)
         return marks
 
-    def paths(self, start: int) -> list[str]:
-        """Return the paths of the entry `start` and those after it, `BLOCK` at most. Blocks."""
-        block = start // BLOCK
-        offset = self._offsets[block]
-        is_last = block + 1 == len(self._offsets)
-        stop = self._next_offset if is_last else self._offsets[block + 1]
-        entries = os.pread(self.fd, stop - offset, offset).split(b"\0")[:-1]
-        return [entry.decode(errors="replace") for entry in entries[start % BLOCK :]]
+    def visits(self, start: int, stop: int) -> list[Visit]:
+        """Return entries from `start` on, up to `stop`, and `BLOCK` at most. Blocks."""
+        block = bisect_right(self._firsts, start) - 1
+        offset, following = self._offsets[block], self._offsets[block + 1 : block + 2]
+        end = following[0] if following else self._next_offset
+        # The last entry lacks ranges if it has more text than BLOCK_BYTES.
+        text = os.pread(self.fd, min(end - offset, 2 * BLOCK_BYTES), offset)
+        visits: list[Visit] = []
+        mark = -1
+        for line in text.split(b"\0")[:-1]:
+            found = _RANGE.fullmatch(line)
+            path = found[3] if found else line
+            before, mark = mark, crc32(path, self._start_mark)
+            is_new = found is None or mark != before
+            if is_new:
+                visits.append((path.decode(errors="replace"), []))
+            if found and (is_new or 0 < len(visits[-1][1]) < MOST_RANGES):
+                visits[-1][1].append((int(found[1]), int(found[2])))
+        return visits[start - self._firsts[block] : stop - self._firsts[block]]
 
     def find(self, mark: int, least: int) -> int:
         """Return the first unopened position from `least` on with the checksum `mark`, or -1."""
@@ -200,11 +239,12 @@ class Plan:
         An unexpected open moves nothing, unless it shows that the reader has jumped.
         """
         before = self.low
-        if mark in self._latest:
+        if mark in self.latest:
             return 0  # opened twice, as by a program that looks at a header first
-        self._latest.append(mark)
-        while len(self._latest) > min(MOST_LATEST, self._distinct // 8):
-            self._latest.popleft()
+        self.latest.append(mark)
+        # A file may be opened for each of its ranges.
+        while len(self.latest) > min(MOST_LATEST, max(self.has_ranges, self._distinct // 8)):
+            self.latest.popleft()
         at = self.find(mark, self.low)
         if 0 <= at < self.high + self.window:
             self._expected(at)

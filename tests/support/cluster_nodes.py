@@ -150,8 +150,7 @@ class Nodes:
 
 def section(mount: Mount) -> dict[str, Any]:
     """What a mount's status tells of its cluster cache."""
-    found: dict[str, Any] = mount.status()["cluster_cache"]
-    return found
+    return dict(mount.status()["cluster_cache"])
 
 
 def troubles(mount: Mount) -> int:

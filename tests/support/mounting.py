@@ -177,8 +177,7 @@ def uploads(bucket: Bucket) -> list[str]:
 
 def pending(mount: Mount) -> list[dict[str, Any]]:
     """What the mount says is not in the bucket yet."""
-    found: list[dict[str, Any]] = status(mount)["writing"]["pending"]
-    return found
+    return list(status(mount)["writing"]["pending"])
 
 
 def metadata(bucket: Bucket, key: str) -> dict[str, str]:

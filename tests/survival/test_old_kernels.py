@@ -5,7 +5,6 @@ The mounts here negotiate neither that nor passthrough, as on such a kernel.
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,8 @@ with open(sys.argv[1], "rb", buffering=0) as file:
 
 
 @pytest.fixture
-def mount(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
-    options = (WRITABLE, "--passthrough", "off")
-    yield mounter(*options, endpoint_url=faulty.endpoint_url, **OLD_KERNEL)
-    faulty.clear()
+def mount(behind: Mounter) -> Mount:
+    return behind(WRITABLE, "--passthrough", "off", **OLD_KERNEL)
 
 
 def upgrade(mount: Mount) -> None:

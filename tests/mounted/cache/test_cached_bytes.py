@@ -86,11 +86,10 @@ def test_a_flipped_byte_does_not_reach_the_bucket_through_an_edit(
 
 
 def test_an_edit_that_needs_damaged_bytes_without_the_store_fails(
-    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
+    bucket: Bucket, behind: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("file", SMALL)
-    options = (WRITABLE, "--retry-time", "1s", "--metadata-ttl", "indefinite")
-    made = mounter(*options, endpoint_url=faulty.endpoint_url)
+    made = behind(WRITABLE, "--retry-time", "1s", "--metadata-ttl", "indefinite")
     path = made.path / "file"
     assert path.read_bytes() == SMALL
     (copy,) = cached(made.cache)
@@ -182,11 +181,9 @@ def test_two_mounts_of_one_cache_compare_the_same_sums(bucket: Bucket, mounter: 
 )
 @pytest.mark.parametrize("durability", ["local", "bucket"])
 def test_what_was_never_uploaded_and_differs_is_kept_and_not_uploaded(
-    bucket: Bucket, mounter: Mounter, faulty: FaultyS3, durability: str
+    bucket: Bucket, behind: Mounter, faulty: FaultyS3, durability: str
 ) -> None:
-    made = mounter(
-        WRITABLE, "--durability", durability, "--retry-time", "1s", endpoint_url=faulty.endpoint_url
-    )
+    made = behind(WRITABLE, "--durability", durability, "--retry-time", "1s")
     faulty.add("PUT", status=500)
     path = made.path / "file"
     with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cluster_nodes import section as of
 from tests.support.mounting import Mount, Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
@@ -85,11 +86,6 @@ def join(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Join:
         return made
 
     return mount
-
-
-def of(mount: Mount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["cluster_cache"]
-    return found
 
 
 def read(mount: Mount) -> None:

@@ -47,8 +47,7 @@ def control(mount: Mount) -> Path:
 
 def told(mount: Mount) -> dict[str, Any]:
     """The status as a program in the mount reads it."""
-    found: dict[str, Any] = json.loads((control(mount) / "status").read_text())
-    return found
+    return dict(json.loads((control(mount) / "status").read_text()))
 
 
 def write(path: Path, text: bytes) -> str:
@@ -98,11 +97,8 @@ def test_readers_are_told_apart_and_paths_may_have_tabs(mounter: Mounter, data: 
             one.write(f"{key}\trank 0\n".encode())
             b.write(f"{key}\trank 1\n".encode())
     assert write(control(here) / "plan", b"train/f0\0a\tb\0# c\0") == ""
-    assert {plan["reader"]: plan["entries"] for plan in told(here)["plans"]} == {
-        "rank 0": len(FILES),
-        "rank 1": len(FILES),
-        "": 3,
-    }
+    entries = {plan["reader"]: plan["entries"] for plan in told(here)["plans"]}
+    assert entries == {"rank 0": len(FILES), "rank 1": len(FILES), "": 3}
 
 
 def test_python_gives_a_plan_by_the_file_where_no_mount_is_registered(
@@ -111,9 +107,14 @@ def test_python_gives_a_plan_by_the_file_where_no_mount_is_registered(
     here = mounter(*OPTIONS, bucket=data)
     find = Mock(side_effect=CommandError("the path is not in a mount of fusefs"))
     monkeypatch.setattr("fusefs.cli.sync.find", find)
-    fusefs_module.plan([here.path / key for key in FILES], reader="rank 1")
+    paths = [here.path / key for key in FILES]
+    fusefs_module.plan([*paths, *((paths[0], start, 9) for start in (0, 5))], reader="rank 1")
     until(lambda: told(here)["plans"][0]["has_all"], "the plan is complete")
-    assert told(here)["plans"][0]["reader"] == "rank 1"
+    plan = told(here)["plans"][0]
+    assert (plan["reader"], plan["entries"]) == ("rank 1", len(FILES) + 1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        fusefs_module.plan([(paths[0], 9, 3)])
+    assert told(here)["refused"]["why"] == "line 1: '9-3' is no range of bytes, START-STOP"
     with pytest.raises(CommandError, match="is not in a mount"):
         fusefs_module.plan(["/etc/passwd"])
 
@@ -129,7 +130,7 @@ def test_bad_texts_are_refused(mounter: Mounter, data: Bucket) -> None:
         "line 1: it is too long": b"a" * (3 << 20),
         "line 1: its path is not relative": b"/etc/passwd\n",
         "line 2: its path is not relative": b"# so\n../../etc/passwd\n",
-        "line 1: 'utf-8' codec can't decode": os.urandom(3 << 20).replace(b"\0", b"") + b"\n",
+        "line 1: 'utf-8' codec can't decode": b"\xff\n" * (1 << 20),
     }
     for why, text in bad.items():
         for name in ("plan", "warm"):

@@ -33,8 +33,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def local(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(fusefs("status", "--json", str(path)).stdout)
-    return found
+    return dict(json.loads(fusefs("status", "--json", str(path)).stdout))
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +235,9 @@ def test_many_paths_are_one_job(mounter: Mounter, bucket: Bucket) -> None:
 
 
 def test_the_next_daemon_goes_on_with_a_list_and_a_pin(
-    mounter: Mounter, tree: Bucket, faulty: FaultyS3, tmp_path: Path
+    behind: Mounter, tree: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> None:
-    faulty.clear()
-    here = mounter("--session", "kernel", bucket=tree, endpoint_url=faulty.endpoint_url)
+    here = behind("--session", "kernel", bucket=tree)
     stalled = faulty.add("GET", key="tree/*", stall=True)
     manifest = tmp_path / "list"
     manifest.write_text("".join(f"tree/d0/f{number}.bin\n" for number in (0, 3, 6)))
@@ -252,4 +250,3 @@ def test_the_next_daemon_goes_on_with_a_list_and_a_pin(
     assert local(here.path / "tree")["pinned_files"] == 4
     assert run("unpin", here.path).returncode == 0
     assert here.status()["pins"]["paths"] == 0
-    faulty.clear()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +33,8 @@ def tree(shared: Bucket) -> Bucket:
 
 
 @pytest.fixture
-def here(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Iterator[Mount]:
-    """A mount of the tree behind the faulty server."""
-    faulty.clear()
-    yield mounter(bucket=tree, endpoint_url=faulty.endpoint_url)
-    faulty.clear()
-
-
-@pytest.fixture
-def kept(mounter: Mounter, tree: Bucket, faulty: FaultyS3) -> Iterator[Mount]:
-    """As `here`, with passthrough and a keeper of root's."""
-    faulty.clear()
-    made = mounter("--session", "kernel", bucket=tree, endpoint_url=faulty.endpoint_url)
-    status = made.status()["passthrough"]
-    if not status["on"]:
-        pytest.skip(f"no passthrough: {status['why']}")
-    yield made
-    faulty.clear()
+def here(behind: Mounter, tree: Bucket) -> Mount:
+    return behind(bucket=tree)
 
 
 def warm(*arguments: str | bytes | Path) -> subprocess.CompletedProcess[str]:
@@ -58,8 +42,7 @@ def warm(*arguments: str | bytes | Path) -> subprocess.CompletedProcess[str]:
 
 
 def jobs(mount: Mount) -> list[dict[str, Any]]:
-    status: list[dict[str, Any]] = mount.status()["warming"]
-    return status
+    return list(mount.status()["warming"])
 
 
 @states(
@@ -170,8 +153,9 @@ def test_interrupting_who_waits_leaves_it_going_on(here: Mount, faulty: FaultyS3
 
 @states("A daemon that takes a mount over goes on with what was being warmed.")
 def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
-    kept: Mount, faulty: FaultyS3
+    behind: Mounter, tree: Bucket, faulty: FaultyS3
 ) -> None:
+    kept = behind("--session", "kernel", bucket=tree)
     stalled = faulty.add("GET", key="tree/d1/*", stall=True)
     waiting = subprocess.Popen(
         [str(FUSEFS), "warm", "--wait", str(kept.path / "tree")], stdout=subprocess.PIPE, text=True
@@ -188,25 +172,22 @@ def test_the_next_daemon_goes_on_with_what_a_killed_one_was_fetching(
 
 @states("An object that changes while it is warmed is fetched as it is then.")
 def test_an_object_that_changes_meanwhile_is_fetched_as_it_is_then(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+    behind: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.clear()
     bucket.put("changing", b"as it was")
-    here = mounter("--metadata-ttl", "0s", bucket=bucket, endpoint_url=faulty.endpoint_url)
+    here = behind("--metadata-ttl", "0s")
     faulty.add("GET", key="changing", times=1, before=lambda: bucket.put("changing", b"as it is!"))
     result = warm(here.path, "--wait")
     assert result.returncode == 0, result.stdout
     assert "1 file," in result.stdout
     faulty.add("GET", code="AccessDenied")
     assert read_all(here.path / "changing") == b"as it is!"
-    faulty.clear()
 
 
 def test_a_writable_mount_knows_the_attributes_of_what_is_warm(
-    mounter: Mounter, tree: Bucket, faulty: FaultyS3
+    behind: Mounter, tree: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.clear()
-    here = mounter("--no-read-only", bucket=tree, endpoint_url=faulty.endpoint_url)
+    here = behind("--no-read-only", bucket=tree)
     # Objects of the last seconds may still change without showing it.
     youngest = tree.client.head_object(Bucket=tree.name, Key="tree/empty")["LastModified"]
     until(lambda: time.time() - youngest.timestamp() > 6, "objects that are old enough")
@@ -216,21 +197,18 @@ def test_a_writable_mount_knows_the_attributes_of_what_is_warm(
     for key, data in SMALL.items():
         assert read_all(here.path / key) == data
     assert len(faulty.requests("HEAD", "tree/*/f*")) == heads
-    faulty.clear()
 
 
 @states("What programs read goes before what is warmed.")
 def test_what_programs_read_has_connections_while_a_job_takes_all_it_may(
-    mounter: Mounter, tree: Bucket, faulty: FaultyS3
+    behind: Mounter, tree: Bucket, faulty: FaultyS3
 ) -> None:
-    faulty.clear()
-    here = mounter("--max-connections", "8", bucket=tree, endpoint_url=faulty.endpoint_url)
+    here = behind("--max-connections", "8", bucket=tree)
     faulty.add("GET", key="tree/*", stall=True)
     assert warm(here.path / "tree").returncode == 0
     until(lambda: len(faulty.requests("GET", "tree/*")) == 6, "as many as there may be")
     assert read_all(here.path / "large") == LARGE
     assert len(faulty.requests("GET", "tree/*")) == 6
-    faulty.clear()
 
 
 def test_a_mount_ends_while_it_is_being_warmed(here: Mount, faulty: FaultyS3) -> None:

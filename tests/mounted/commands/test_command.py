@@ -34,12 +34,6 @@ def nothing_is_left(mount: Mount, pid: int) -> bool:
     )
 
 
-@pytest.fixture(autouse=True)
-def _no_faults(faulty: FaultyS3) -> Iterator[None]:
-    yield
-    faulty.clear()
-
-
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that reads a file."""
@@ -126,10 +120,10 @@ def test_force_ends_a_stopped_daemon_and_its_reader(bucket: Bucket, mounter: Mou
 
 @pytest.mark.root
 def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
-    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
+    bucket: Bucket, behind: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("a", b"x" * MIB)
-    one = mounter(endpoint_url=faulty.endpoint_url)
+    one = behind()
     os.listdir(one.path)
     faulty.add(stall=True)
     # In a mount namespace of its own: what it unmounts stays mounted here, and is dead.
@@ -153,10 +147,10 @@ def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
 
 
 def test_force_ends_a_mount_whose_bucket_does_not_answer(
-    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
+    bucket: Bucket, behind: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("a", b"x" * MIB)
-    one = mounter(endpoint_url=faulty.endpoint_url)
+    one = behind()
     pid = one.pid
     os.listdir(one.path)
     faulty.add(stall=True)
@@ -261,10 +255,10 @@ def test_a_mount_in_the_foreground_outlives_its_keeper(bucket: Bucket, tmp_path:
 
 
 def test_status_and_log_tell_what_waits_while_the_bucket_does_not_answer(
-    bucket: Bucket, mounter: Mounter, faulty: FaultyS3
+    bucket: Bucket, behind: Mounter, faulty: FaultyS3
 ) -> None:
     bucket.put("slow", b"x" * MIB)
-    one = mounter(endpoint_url=faulty.endpoint_url)
+    one = behind()
     os.listdir(one.path)
     silence = faulty.add(stall=True)
     with reading(one.path / "slow") as process:

@@ -98,8 +98,7 @@ def prometheus(directory: Path, scraped: int) -> Iterator[Query]:
     def query(expression: str) -> list[dict[str, Any]]:
         url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-        return found
+            return list(json.load(answer)["data"]["result"])
 
     def is_ready() -> bool:
         with contextlib.suppress(OSError):

@@ -81,8 +81,7 @@ def test_what_a_mount_does_in_a_longer_time_is_counted(bucket: Bucket, mounter: 
 def of_mount(line: str, mount: Mount) -> dict[str, Any]:
     """One mount in a line of `fusefs top --json`."""
     found = {one["volume"]: one for one in json.loads(line)["mounts"]}
-    shown: dict[str, Any] = found[str(mount.path)]
-    return shown
+    return dict(found[str(mount.path)])
 
 
 @states(
@@ -90,12 +89,11 @@ def of_mount(line: str, mount: Mount) -> dict[str, Any]:
     " and for what; what is fetched ahead and not waited for does not count."
 )
 def test_a_wait_for_a_late_answer_is_in_the_status(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+    behind: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     for name in ("slow", "ahead"):
         bucket.put(f"data/{name}", b"x" * 1000)
-    faulty.clear()
-    one = mounter(endpoint_url=faulty.endpoint_url)
+    one = behind()
     os.listdir(one.path / "data")
     late = faulty.add("GET", delay_s=1.0)
     fusefs("warm", "--wait", one.path / "data" / "ahead")

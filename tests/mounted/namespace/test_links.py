@@ -175,11 +175,9 @@ def contend(roots: list[Path], name: str, way: str, *, is_open: bool) -> list[by
 
 
 @pytest.fixture
-def through(mounter: Mounter, faulty: FaultyS3) -> Mount:
+def through(behind: Mounter) -> Mount:
     """A mount whose requests may fail."""
-    mount = mounter("--session", "kernel", WRITABLE, endpoint_url=faulty.endpoint_url)
-    faulty.clear()
-    return mount
+    return behind("--session", "kernel", WRITABLE)
 
 
 @pytest.mark.parametrize("way", PUBLISHING)

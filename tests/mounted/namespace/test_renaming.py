@@ -84,14 +84,13 @@ def test_names_cost_few_requests(writable: Mount) -> None:
     "moment each file is there under its old name or its new one."
 )
 def test_a_directory_is_renamed_while_daemons_are_killed(
-    mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
+    behind: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
     """Once in the middle of the copies, once in the middle of the deletes."""
-    faulty.clear()
     expected = {f"{number:02}": b"%d" % number for number in range(40)}
     for name, data in expected.items():
         bucket.put(f"old/{name}", data)
-    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
+    mount = behind(*OPTIONS)
     pauses = [
         faulty.add("COPY", "new/20", times=1, stall=True),
         faulty.add("DELETE MANY", times=1, stall=True),
@@ -120,14 +119,13 @@ def test_a_directory_is_renamed_while_daemons_are_killed(
     " earlier mount had begun."
 )
 def test_the_next_mount_finishes_a_rename_and_sync_waits_for_it(
-    mounter: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
+    behind: Callable[..., Mount], bucket: Bucket, faulty: FaultyS3
 ) -> None:
     """As after a crash of the machine: no program requests it again."""
-    faulty.clear()
     names = sorted(map(str, range(50)))
     for name in names:
         bucket.put(f"old/{name}", name.encode())
-    mount = mounter(*OPTIONS, endpoint_url=faulty.endpoint_url)
+    mount = behind(*OPTIONS)
     pause = faulty.add("COPY", "new/5", times=1, stall=True)
     renaming = threading.Thread(target=rename_or_fail, args=(mount.path, "old", "new"), daemon=True)
     renaming.start()

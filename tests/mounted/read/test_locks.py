@@ -148,17 +148,15 @@ def test_signals_that_a_program_handles_do_not_fail_its_calls(
 
 
 def test_a_killed_reader_does_not_wait_for_a_server_that_is_silent(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+    behind: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     data = content("slow", 3 << 20)
     bucket.put("slow", data)
-    here = mounter("--retry-time", "10m", endpoint_url=faulty.endpoint_url)
+    here = behind("--retry-time", "10m")
     rule = faulty.add("GET", "slow", stall=True)
-    try:
-        reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
-        until(lambda: rule.used > 0, "the request that hangs")
-        reader.kill()
-        assert reader.wait(timeout=30) == -signal.SIGKILL
-    finally:
-        faulty.clear()
+    reader = subprocess.Popen(["cat", here.path / "slow"], stdout=subprocess.DEVNULL)
+    until(lambda: rule.used > 0, "the request that hangs")
+    reader.kill()
+    assert reader.wait(timeout=30) == -signal.SIGKILL
+    faulty.clear()
     assert (here.path / "slow").read_bytes() == data

@@ -107,8 +107,7 @@ def test_the_kernel_is_made_to_forget_names(mounter: Mounter) -> None:
 
 
 def metadata(mount: Mount) -> dict[str, Any]:
-    facts: dict[str, Any] = mount.status()["metadata"]
-    return facts
+    return dict(mount.status()["metadata"])
 
 
 def use_all(mount: Mount, names: list[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from fusefs.daemon.access_guard import AccessGuard
-from tests.support.mounting import Mount, Mounter, fusefs
+from tests.support.mounting import Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -113,12 +113,6 @@ async def test_without_the_setting_no_store_is_probed(
     assert one.probe.calls == 0
 
 
-@pytest.fixture
-def failing(faulty: FaultyS3) -> Iterator[FaultyS3]:
-    yield faulty
-    faulty.clear()
-
-
 DATA = os.urandom(3 << 20)
 
 
@@ -136,21 +130,21 @@ def error_of(call: Callable[[], object]) -> int | None:
     "refused every request for that long, until one succeeds."
 )
 def test_what_is_cached_is_refused_while_s3_refuses_everything(
-    bucket: Bucket, failing: FaultyS3, mounter: Mounter
+    bucket: Bucket, faulty: FaultyS3, behind: Mounter
 ) -> None:
     bucket.put("a/data", DATA)
-    here = mounter("--revoke-after", "1s", endpoint_url=failing.endpoint_url)
+    here = behind("--revoke-after", "1s")
     path = here.path / "a" / "data"
     assert path.read_bytes() == DATA
     assert error_of(path.read_bytes) is None
-    failing.add(code="AccessDenied")
+    faulty.add(code="AccessDenied")
     # Until then it is S3 that refuses: an open asks it where the directory has changed just now.
     until(lambda: here.status()["access"]["is_shut"], "refused")
     assert error_of(path.read_bytes) == errno.EACCES
     assert error_of(lambda: os.listdir(here.path / "a")) == errno.EACCES
     assert error_of((here.path / "a" / "other").stat) == errno.EACCES
     assert "not served any more" in fusefs("status", here.path).stdout
-    failing.clear()
+    faulty.clear()
     until(lambda: error_of(path.read_bytes) is None, "served")
     assert path.read_bytes() == DATA
     assert [line for line in here.log.read_text().splitlines() if "refused every request" in line]
@@ -158,18 +152,17 @@ def test_what_is_cached_is_refused_while_s3_refuses_everything(
 
 @states("A denied prefix shuts nothing else, and a new daemon does not start with trust.")
 def test_an_open_file_stops_and_a_new_daemon_is_not_let_in_either(
-    bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
+    bucket: Bucket, faulty: FaultyS3, behind: Mounter
 ) -> None:
     bucket.put("data", DATA)
-    options = ("--session", "kernel", "--passthrough", "off", "--revoke-after", "1s")
-    here = mounter(*options, endpoint_url=failing.endpoint_url)
+    here = behind("--session", "kernel", "--passthrough", "off", "--revoke-after", "1s")
     path = here.path / "data"
     assert path.read_bytes() == DATA
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffer = mmap.mmap(-1, 4096)
     try:
         assert error_of(lambda: os.preadv(fd, [buffer], 0)) is None
-        failing.add(code="InvalidAccessKeyId")
+        faulty.add(code="InvalidAccessKeyId")
         until(lambda: error_of(lambda: os.preadv(fd, [buffer], 0)) == errno.EACCES, "refused")
     finally:
         os.close(fd)
@@ -180,14 +173,14 @@ def test_an_open_file_stops_and_a_new_daemon_is_not_let_in_either(
 
 
 def test_a_prefix_that_is_denied_shuts_nothing_else(
-    bucket: Bucket, failing: FaultyS3, mounter: Callable[..., Mount]
+    bucket: Bucket, faulty: FaultyS3, behind: Mounter
 ) -> None:
     bucket.put("data", DATA)
     bucket.put("private/data", b"")
-    here = mounter("--revoke-after", "1s", endpoint_url=failing.endpoint_url)
+    here = behind("--revoke-after", "1s")
     assert (here.path / "data").read_bytes() == DATA
-    failing.add("GET", "private/*", code="AccessDenied")
-    failing.add("HEAD", "private/*", code="AccessDenied")
+    faulty.add("GET", "private/*", code="AccessDenied")
+    faulty.add("HEAD", "private/*", code="AccessDenied")
     denied = here.path / "private" / "data"
     end = time.monotonic() + 3
     while time.monotonic() < end:

@@ -101,10 +101,9 @@ def test_sync_waits_for_what_was_just_written_however_late_answers_come(
 
 @pytest.mark.parametrize("command", ["sync", "umount"])
 def test_sync_and_umount_wait_for_the_next_daemon_where_the_last_one_dies(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, command: str
+    behind: Mounter, bucket: Bucket, faulty: FaultyS3, command: str
 ) -> None:
-    options = ("--no-read-only", "--durability", "local")
-    mount = mounter("--session", "kernel", *options, endpoint_url=faulty.endpoint_url)
+    mount = behind("--session", "kernel", "--no-read-only", "--durability", "local")
     stalled = faulty.add("PUT", "a", stall=True, times=1)
     (mount.path / "a").write_bytes(b"content")
     until(lambda: stalled.used, "the daemon sends it")  # else the next daemon's would stall
@@ -116,11 +115,9 @@ def test_sync_and_umount_wait_for_the_next_daemon_where_the_last_one_dies(
 
 
 @pytest.fixture
-def broken(mounter: Mounter, faulty: FaultyS3) -> Iterator[Mount]:
+def broken(behind: Mounter) -> Mount:
     """A mount whose requests fail when a test says so, after a short while."""
-    options = ("--no-read-only", "--retry-time", "1s", "--hang-timeout", "3s")
-    yield mounter(*options, endpoint_url=faulty.endpoint_url)
-    faulty.clear()
+    return behind("--no-read-only", "--retry-time", "1s", "--hang-timeout", "3s")
 
 
 def fail_to_write(broken: Mount, faulty: FaultyS3, content: bytes) -> None:
@@ -336,12 +333,12 @@ def test_without_deleting_nothing_is_overwritten(mounter: Mounter, bucket: Bucke
     " and what was written stays in the cache directory as edited-N, where no mount takes it up."
 )
 def test_keys_that_only_read_are_named_at_the_mount_and_their_files_can_be_given_up(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, capfd: pytest.CaptureFixture[str]
+    behind: Mounter, bucket: Bucket, faulty: FaultyS3, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bucket.put("there", b"before")
     for operation, key in (("PUT", ".fusefs-probe/object"), ("PUT", "*"), ("COPY", "*")):
         faulty.add(operation, key, code="AccessDenied")
-    mount = mounter("--no-read-only", endpoint_url=faulty.endpoint_url)
+    mount = behind("--no-read-only")
     fusefs("umount", mount.path)
     mount.start()
     assert mount.said.count("\n") == 1
@@ -361,4 +358,3 @@ def test_keys_that_only_read_are_named_at_the_mount_and_their_files_can_be_given
     fusefs("umount", mount.path)
     kept = {path.read_bytes() for path in mount.cache.glob("mounts/*/staging/*/edited-*")}
     assert kept == {b"content"}
-    faulty.clear()
