@@ -283,9 +283,11 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         self._store_secrets(plan)
         record = plan.record
         left, _ = self._drains.pending(record)  # a new daemon removes the link to them
+        if left:
+            self._mounts.supervisor.check()  # without it the mount would be ended below
         try:
             self._mounts.start(record, ends)
-        except CsiError as error:
+        except (CsiError, OSError) as error:
             if self._mounts.references(record.key, MountTable()):
                 # Not final: running pods use the mount, and the reconciler may still resume it.
                 raise UnavailableError(str(error)) from error

@@ -205,12 +205,16 @@ class HeadCache:
         key = self._inodes.key(inode)
         head = self._pending.pop(key, None)
         if head is not None:
-            # The answer has to be about the inode's version and attributes, and not too old.
+            # The answer has to be about the inode's version, and not too old.
             prefix = self._inodes.key(inode.parent) if inode.parent is not None else ""
             is_old = time.monotonic() - head.sent > self._directories.get(prefix).most_s
             known, info = inode.info, head.info
-            is_other = known is not None and info is not None and not _is_same(info, known)
-            if is_old or is_other or head.error:
+            is_other = known is not None and info is not None and info.etag != known.etag
+            changes = self._directories.pending_changes
+            is_changed = changes.has_forgotten(prefix, head.sent) or changes.changed_since(
+                prefix, inode.name, head.sent
+            )
+            if is_old or is_other or is_changed or head.error:
                 head = None
         self._look_ahead(inode, is_expected=head is not None)
         await self._take(inode, head or self._send(key))
@@ -366,7 +370,7 @@ class HeadCache:
     async def _run(self, head: PendingHead) -> None:
         try:
             with head.work.doing():
-                head.info = await self._store.head(head.key)
+                head.info = await self._request(head.key)
             self._observe(head.info)
         except StoreError as error:
             if isinstance(error, NotFoundError) and head.key.endswith("/"):
@@ -375,6 +379,15 @@ class HeadCache:
                 head.error = error
         finally:
             head.done.set()
+
+    async def _request(self, key: str) -> ObjectInfo:
+        try:
+            return await self._store.head(key)
+        except NotFoundError:
+            if not self._store.unanswered.has_undone(key, None):
+                raise
+        await self._store.unanswered.restored(key)  # a late request has removed the object
+        return await self._store.head(key)
 
     def _observe(self, info: ObjectInfo) -> Meta:
         """Return an object's attributes, and tell the policy whether the object has any."""

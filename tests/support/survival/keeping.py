@@ -253,7 +253,8 @@ class Kept:
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                    if mark in arguments and not _is_zombie(entry):
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if mark in arguments and state != "Z":
                         found.append(int(entry.name))
         return found
 
@@ -363,11 +364,4 @@ def error_of(path: Path) -> int | None:
 
 def capabilities(pid: int) -> int:
     """The effective ones, as a mask."""
-    [line] = [
-        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "CapEff" in line
-    ]
-    return int(line.split()[1], 16)
-
-
-def _is_zombie(process: Path) -> bool:
-    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return int(Path(f"/proc/{pid}/status").read_text().partition("CapEff:")[2].split()[0], 16)

@@ -267,6 +267,21 @@ async def test_a_head_from_before_an_own_change_is_not_believed(process: Process
     assert process.store.objects["d/a"].info.metadata["mode"] == private
 
 
+async def test_a_file_that_is_put_back_keeps_its_name(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.store.put("file", b"x", mode=str(stat.S_IFREG | 0o600))
+    gone, unanswered = process.store.objects.pop("file"), process.store.unanswered
+
+    async def restored(key: str) -> None:
+        process.store.objects[key] = gone
+
+    monkeypatch.setattr(unanswered, "restored", restored)
+    monkeypatch.setattr(unanswered, "has_undone", lambda *_: True)
+    monkeypatch.setattr(unanswered, "expected_below", lambda _prefix: [gone.info])
+    assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o600
+
+
 async def test_a_failed_head_is_sent_again(process: Process) -> None:
     process.store.put("file", b"x")
 
