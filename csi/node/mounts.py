@@ -167,7 +167,6 @@ class Mounts:
         return now is not None and now.device == root.device
 
     def _is_held(self, root: KernelMount) -> bool:
-        self.supervisor.check()  # one that is about to come back may hold it
         try:
             return self.supervisor.has(root)
         except OSError as error:
