@@ -259,10 +259,7 @@ class NameChanges(CreateRemove):
                 self._stand_for_new_name(staged, made, known_etag)
             self._mover.move_file(inode, old, new, moved)
             self._mover.follow(copied, uncached)
-            if staged is not None:  # recorded under its new name before `rival` loses it
-                self._writer.staging.try_record(staged)
-            if rival is not None:
-                self._writer.staging.unlink(rival)
+            self._record_renamed(staged, rival)
             self._writer.deferred.renamed(old_key, made.new if made is not None else None)
         self._let_go(rival)
         if staged is not None and made is not None and made.sent is not None:
@@ -343,6 +340,13 @@ class NameChanges(CreateRemove):
         if is_there and (is_strict or not is_reserved):
             return await self._copy_staged(staged, source, new, condition)
         return None
+
+    def _record_renamed(self, staged: StagedFile | None, rival: StagedFile | None) -> None:
+        """Record that `staged` has the name of `rival`, and then that `rival` has none."""
+        if staged is not None:
+            self._writer.staging.try_record(staged)
+        if rival is not None:
+            self._writer.staging.unlink(rival)
 
     async def _copy_staged(
         self, staged: StagedFile, source: ObjectInfo, new: Name, condition: Condition
