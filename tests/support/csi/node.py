@@ -234,17 +234,17 @@ class Node:
 
         Returns when they have closed all that they held.
         """
-        dying = []
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid, command in self.processes().items():
-                if whom in command:
-                    with contextlib.suppress(ProcessLookupError):
-                        dying.append(os.pidfd_open(pid))
-                        os.kill(pid, number)
-        for process in dying:
-            ended = select.poll()
-            ended.register(process, select.POLLIN)
-            ended.poll(1000 * PATIENCE_S)
+        dying: dict[int, int] = {}
+        while found := {pid for pid, it in self.processes().items() if whom in it} - dying.keys():
+            for pid in found:  # a keeper that is not stopped yet may have a new broker
+                with contextlib.suppress(ProcessLookupError):
+                    dying[pid] = os.pidfd_open(pid)
+                    os.kill(pid, signal.SIGSTOP)
+        for process in dying.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        for process in dying.values():
+            select.select([process], [], [], PATIENCE_S)
             os.close(process)
 
     def leftovers(self) -> list[str]:

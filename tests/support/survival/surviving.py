@@ -143,8 +143,7 @@ def expect_not_connected(mount: Mount) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def signal_all(pids: list[int], number: int) -> None:
@@ -156,6 +155,7 @@ def signal_all(pids: list[int], number: int) -> None:
 def kill_everything(mount: Mount) -> None:
     """SIGKILL daemon, keeper and broker at one moment."""
     keeper = keeper_status(mount)
+    signal_all([keeper["pid"]], signal.SIGSTOP)  # so that it has no new broker meanwhile
     pids = [pid for pid in (keeper["pid"], keeper["daemon"], *children_of(keeper["pid"])) if pid]
     signal_all(pids, signal.SIGSTOP)  # so that none sees another die
     signal_all(pids, signal.SIGKILL)
