@@ -1052,7 +1052,6 @@ static int module_exec(PyObject *module) {
         PyErr_SetString(PyExc_ImportError, "libcurl can't be initialised");
         return -1;
     }
-    crc_prepare();
     PyObject *engine = PyType_FromModuleAndSpec(module, &engine_spec, NULL);
     PyObject *transfer = PyType_FromModuleAndSpec(module, &transfer_spec, NULL);
     int is_bad = engine == NULL || PyModule_AddObjectRef(module, "Engine", engine) < 0 ||

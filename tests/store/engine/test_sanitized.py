@@ -57,7 +57,7 @@ def test_no_sanitizer_finds_anything(
     built = tmp_path / Path(str(module.__file__)).name
     source = ROOT / f"{module.__name__.replace('.', '/')}.c"
     include = f"-I{sysconfig.get_path('include')}"
-    command = ["gcc", *FLAGS, *SANITIZERS, include, "-o", built, source, "-lcurl"]
+    command = ["gcc", *FLAGS, *SANITIZERS, include, "-o", built, source, "-lcurl", "-lz"]
     subprocess.run(command, check=True)
     plugin = PLUGIN.format(name=module.__name__, path=str(built))
     (tmp_path / "sanitized.py").write_text(plugin)
