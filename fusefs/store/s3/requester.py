@@ -64,7 +64,7 @@ _NOT_THE_OBJECT = {
 }
 _UNSENDABLE = Failure(StoreError, "no header of a request can say that")
 _TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
-_LOCAL = ("sink-full", "sink-failed", "source-failed")
+_LOCAL = ("sink-failed", "source-failed")
 
 T = TypeVar("T")
 

@@ -232,18 +232,16 @@ async def test_a_head_has_no_body(engine: Engine) -> None:
     assert completion.headers["content-length"] == "1234567890"
 
 
-async def test_a_full_disk_is_told_from_the_network(engine: Engine) -> None:
-    fd = os.open("/dev/full", os.O_RDWR)
+@pytest.mark.parametrize(
+    ("path", "flags", "number"), [("/dev/full", os.O_RDWR, 28), ("/dev/null", os.O_RDONLY, 9)]
+)
+async def test_a_sink_that_fails_is_told_from_the_network(
+    engine: Engine, path: str, flags: int, number: int
+) -> None:
+    fd = os.open(path, flags)
     completion = await exchanged(engine, ranged, sink=FileSink(fd, 0, 0, len(BODY)))
     os.close(fd)
-    assert (completion.error, os.strerror(completion.errno)) == ("sink-full", os.strerror(28))
-
-
-async def test_a_sink_that_fails_is_told_from_the_network(engine: Engine) -> None:
-    fd = os.open("/dev/null", os.O_RDONLY)
-    completion = await exchanged(engine, ranged, sink=FileSink(fd, 0, 0, len(BODY)))
-    os.close(fd)
-    assert (completion.error, completion.errno) == ("sink-failed", 9)
+    assert (completion.error, completion.errno) == ("sink-failed", number)
 
 
 @pytest.mark.parametrize("end", ["taken", "left", "short", "no room"])
