@@ -94,7 +94,7 @@ struct transfer {
     /* The outcome; if `error` is NULL, `code` may still be an error. */
     const char *error;
     CURLcode code;
-    int is_over, error_number, is_sent;
+    int is_over, error_number;
     long proxy_status;
     char detail[CURL_ERROR_SIZE];
 
@@ -478,8 +478,7 @@ static void copy_head(struct transfer *t) {
 
 /* Determines a transfer's outcome. */
 static void conclude(struct transfer *t) {
-    long request_size = 0, os_error = 0;
-    curl_easy_getinfo(t->easy, CURLINFO_REQUEST_SIZE, &request_size);
+    long os_error = 0;
     curl_easy_getinfo(t->easy, CURLINFO_OS_ERRNO, &os_error);
     curl_easy_getinfo(t->easy, CURLINFO_HTTP_CONNECTCODE, &t->proxy_status);
     if (t->error == NULL && t->code == CURLE_OK && t->status && !t->is_checked)
@@ -492,8 +491,6 @@ static void conclude(struct transfer *t) {
         copy_head(t);
     if (t->error == NULL && t->code != CURLE_OK)
         t->error_number = (int)os_error;
-    /* The size includes a CONNECT, which comes before `connected_s`. */
-    t->is_sent = t->connected_s > 0 && request_size > 0;
 }
 
 static void close_fd(int *fd) {
@@ -695,10 +692,10 @@ static PyObject *worker_take_file(struct worker *Py_UNUSED(worker), PyObject *ha
 
 static PyObject *outcome_of(const struct transfer *t) {
     return Py_BuildValue(
-        "iy#y#LziilyNddd", t->status, t->head ? t->head : "", (Py_ssize_t)t->head_length,
-        t->content ? t->content : "", (Py_ssize_t)t->content_size,
-        (long long)t->received + (long long)t->content_size, t->error, (int)t->code,
-        t->error_number, t->proxy_status, t->detail, PyBool_FromLong(t->is_sent), t->connected_s,
+        "iy#y#LziilNddd", t->status, t->head ? t->head : "", (Py_ssize_t)t->head_length,
+        t->content ? t->content : "", (Py_ssize_t)t->content_size, (long long)t->received, t->error,
+        (int)t->code, t->error_number, t->proxy_status,
+        PyUnicode_DecodeUTF8(t->detail, (Py_ssize_t)strlen(t->detail), "replace"), t->connected_s,
         t->first_byte_s, t->last_byte_s);
 }
 

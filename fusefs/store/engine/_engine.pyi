@@ -3,9 +3,9 @@ from typing import TypeAlias
 from fusefs.store.engine import engine
 
 # The fields of a `Completion`; headers are "Name\\0value\\0...", the engine's own error is
-# followed by the CURLcode, and True stands for a request of which a byte was sent.
+# followed by the CURLcode.
 Outcome: TypeAlias = tuple[
-    int, bytes, bytes, int, str | None, int, int, int, bytes, bool, float, float, float
+    int, bytes, bytes, int, str | None, int, int, int, str, float, float, float
 ]
 
 class Handle:

@@ -125,15 +125,14 @@ class Completion(NamedTuple):
 
     `status` is 0 and `headers` are empty if no answer came; names of headers are in lower case.
     `body` is that of a MemorySink, or the document of an answer that is not 2xx. `received` bytes
-    of the body are in the sink, also after an error.
+    of the body are in the file of a FileSink, also after an error.
 
     `error` is None if the whole answer is in the sink, else one of: resolve, connect, proxy,
     certificate, tls, timeout, low-speed, reset, short, malformed, protocol (network and server);
     too-large, range, etag, size (the answer does not fit the sink); sink-failed, source-failed (see
-    `errno`; 0: the file is too short); memory; cancelled. With a
-    status of 300 or above, no error is set for a body that breaks off. `detail` is libcurl's
-    sentence, `proxy_status` the answer to CONNECT, or 0. `may_have_been_executed` is True if a byte
-    of the request was sent and no whole answer came.
+    `errno`; 0: the file is too short); memory; cancelled. With a status of 300 or above, no error
+    is set for a body that breaks off. `detail` is libcurl's sentence, `proxy_status` the answer to
+    CONNECT, or 0.
 
     Times are seconds since `submit`; 0 for an event that did not happen.
     """
@@ -146,7 +145,6 @@ class Completion(NamedTuple):
     errno: int
     proxy_status: int
     detail: str
-    may_have_been_executed: bool
     connected_s: float
     first_byte_s: float
     last_byte_s: float
@@ -159,7 +157,7 @@ _SUM = struct.Struct("@QQQ")
 # Headers that libcurl would add by itself, switched off.
 _NOT_ADDED = "Accept:\0Expect:\0Proxy-Connection:\0"
 _UNSENDABLE = re.compile("[^!-~]")
-_CONNECT, _PARTIAL_FILE, _GOT_NOTHING = 7, 18, 52
+_CONNECT, _PARTIAL_FILE = 7, 18
 # Errors by CURLcode (curl/curl.h). All other codes are "protocol".
 _ERRORS = {
     5: "proxy",  # COULDNT_RESOLVE_PROXY
@@ -170,7 +168,7 @@ _ERRORS = {
     27: "malformed",  # OUT_OF_MEMORY: libcurl's code for a header that is too long
     28: "timeout",  # OPERATION_TIMEDOUT
     35: "tls",  # SSL_CONNECT_ERROR
-    _GOT_NOTHING: "reset",
+    52: "reset",  # GOT_NOTHING
     55: "reset",  # SEND_ERROR
     56: "reset",  # RECV_ERROR
     59: "tls",  # SSL_CIPHER
@@ -275,37 +273,30 @@ class Transfer:
 
     def complete(self, outcome: _engine.Outcome) -> None:
         """Set the completion from `outcome` and wake the waiting task."""
-        status, head, body, received, error, code, number, proxy_status = outcome[:8]
-        detail, is_sent, connected_s, *times = outcome[8:]
-        headers = _parsed(head)
-        # libcurl accepts headers that are cut off by the connection's end.
-        if not status and code in (0, _PARTIAL_FILE):
-            code = _GOT_NOTHING
-        if error is None and code:
-            is_proxys = proxy_status >= 300 or code == _CONNECT
-            is_proxys = is_proxys and self._has_proxy and not connected_s
-            error = "proxy" if is_proxys else _ERRORS.get(code, "protocol")
-        elif error is None and isinstance(self._sink, FileSink) and received < self._sink.length:
-            # A complete answer of another length than the object was decompressed on the way.
-            is_whole = status == 200 and self._sink.size is not None
-            error = "size" if is_whole and "transfer-encoding" in headers else "short"
-        if status >= 300 and error != "cancelled":
-            error = None  # a refusal counts, even if its document or the upload broke off
-        may_have_been_executed = is_sent and error is not None
-        self.completion = Completion(
-            status,
-            headers,
-            body,
-            received,
-            error,
-            number,
-            proxy_status,
-            detail.decode(errors="replace"),
-            may_have_been_executed,
-            connected_s,
-            *times,
-        )
+        status, head, body, received, error, code = outcome[:6]
+        done = Completion(status, _parsed(head), body, received, error, *outcome[6:])
+        error = self._error(done, code)
+        self.completion = done if error == done.error else done._replace(error=error)
         self.look_up()
+
+    def _error(self, done: Completion, code: int) -> str | None:
+        """Return the error of a request that has ended with `code`, a CURLcode."""
+        sink = self._sink
+        if done.status >= 300 and done.error != "cancelled":
+            return None  # a refusal counts, even if its document or the upload broke off
+        if done.error is not None:
+            return done.error
+        if not done.status and code in (0, _PARTIAL_FILE):
+            return "reset"  # libcurl accepts headers that are cut off by the connection's end
+        if code:
+            is_proxys = done.proxy_status >= 300 or code == _CONNECT
+            is_proxys = is_proxys and self._has_proxy and not done.connected_s
+            return "proxy" if is_proxys else _ERRORS.get(code, "protocol")
+        if isinstance(sink, FileSink) and done.received < sink.length:
+            # A complete answer of another length than the object was decompressed on the way.
+            is_whole = done.status == 200 and sink.size is not None
+            return "size" if is_whole and "transfer-encoding" in done.headers else "short"
+        return None
 
     def look_up(self) -> None:
         """Wake the task that waits for the transfer, even if the transfer is not complete."""
