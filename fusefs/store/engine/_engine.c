@@ -117,7 +117,7 @@ struct worker {
     double on_disk_s; /* time on the local disk since the last `sweep` */
 
     pthread_mutex_t mutex;
-    struct transfer *queue, *listed;
+    struct transfer *queue, **queue_end, *listed;
 };
 
 static double now_s(void) {
@@ -551,6 +551,7 @@ static void begin_queued(struct worker *worker) {
     pthread_mutex_lock(&worker->mutex);
     struct transfer *t = worker->queue, *after;
     worker->queue = NULL;
+    worker->queue_end = &worker->queue;
     pthread_mutex_unlock(&worker->mutex);
     for (; t != NULL; t = after) {
         after = t->next;
@@ -658,8 +659,8 @@ static PyObject *worker_submit(struct worker *worker, PyObject *arguments) {
     t->worker = worker;
     worker->load++;
     pthread_mutex_lock(&worker->mutex);
-    t->next = worker->queue;
-    worker->queue = t;
+    *worker->queue_end = t;
+    worker->queue_end = &t->next;
     pthread_mutex_unlock(&worker->mutex);
     tell(worker);
     return handle;
@@ -778,6 +779,7 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *arguments, PyObject *P
     if (worker == NULL)
         return NULL;
     pthread_mutex_init(&worker->mutex, NULL);
+    worker->queue_end = &worker->queue;
     worker->received_at_once = received_at_once;
     worker->eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     worker->multi = curl_multi_init();
