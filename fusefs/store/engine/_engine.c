@@ -557,9 +557,10 @@ static void begin_queued(struct worker *worker) {
         after = t->next;
         t->next = worker->active;
         worker->active = t;
-        t->easy = curl_easy_init(); /* 2 us */
-        if (t->easy == NULL || !read_headers(t) || !set_options(t, t->easy) ||
-            curl_multi_add_handle(worker->multi, t->easy) != CURLM_OK)
+        int is_wanted = !t->is_cancelled && !worker->is_stopping; /* else `sweep` ends it */
+        t->easy = is_wanted ? curl_easy_init() : NULL;            /* 2 us */
+        if (is_wanted && (t->easy == NULL || !read_headers(t) || !set_options(t, t->easy) ||
+                          curl_multi_add_handle(worker->multi, t->easy) != CURLM_OK))
             t->error = "memory";
     }
 }
