@@ -390,7 +390,7 @@ class Engine:
 
         Raises:
             ValueError: the request can't be expressed in HTTP (a line break in a header).
-            OSError: a descriptor can't be duplicated.
+            OSError: a descriptor can't be duplicated, or no thread can be started.
             trio.ClosedResourceError: the engine was closed.
         """
         if self._is_closed:
@@ -416,27 +416,33 @@ class Engine:
     def _start(self) -> list[_engine.Worker]:
         large = min(_MOST_LARGE_WORKERS, max(2, len(os.sched_getaffinity(0)) // 2))
         sizes = _SMALL_AT_ONCE, *[_LARGE_AT_ONCE] * large
-        self._workers = [_engine.Worker(self._max_connections, size) for size in sizes]
-        for worker in self._workers:
-            self.nursery.start_soon(_work, worker)
-        return self._workers
+        workers = [_engine.Worker(self._max_connections, size) for size in sizes]
+        try:
+            for worker in workers:
+                self._start_thread(worker)
+        except RuntimeError as error:  # the system starts no thread
+            for worker in workers:
+                worker.stop()
+            raise OSError(f"no threads for the engine: {error}") from error
+        self._workers = workers
+        return workers
+
+    def _start_thread(self, worker: _engine.Worker) -> None:
+        token = trio.lowlevel.current_trio_token()
+        # Cancelled tasks wait for their transfers' completions, so only the thread's end ends
+        # the delivery.
+        running = trio.CancelScope(shield=True)
+        trio.lowlevel.start_thread_soon(worker.run, lambda _: token.run_sync_soon(running.cancel))
+        self.nursery.start_soon(_deliver_while, running, worker)
 
 
-async def _work(worker: _engine.Worker) -> None:
-    """Run a worker in a thread, and deliver its reports, until it is stopped."""
-    # Cancelled tasks wait for their transfers' completions.
-    with trio.CancelScope(shield=True):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_deliver_always, worker)
-            await trio.to_thread.run_sync(worker.run, limiter=trio.CapacityLimiter(1))
-            nursery.cancel_scope.cancel()
-        _deliver(worker)
-
-
-async def _deliver_always(worker: _engine.Worker) -> None:
-    while True:
-        await trio.lowlevel.wait_readable(worker.eventfd)
-        _deliver(worker)
+async def _deliver_while(running: trio.CancelScope, worker: _engine.Worker) -> None:
+    """Deliver a worker's reports until its thread ends, which cancels `running`."""
+    with running:
+        while True:
+            await trio.lowlevel.wait_readable(worker.eventfd)
+            _deliver(worker)
+    _deliver(worker)
 
 
 def _deliver(worker: _engine.Worker) -> None:

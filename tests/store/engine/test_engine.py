@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -424,3 +425,21 @@ async def test_an_engine_in_a_cancelled_scope_ends() -> None:
             limit.cancel()
             await engine.send(Request("GET", server.url))
     assert limit.cancelled_caught
+
+
+async def test_an_engine_without_threads_starts_when_there_are_some(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = trio.lowlevel.start_thread_soon
+    started: list[object] = []
+
+    def start_two(*arguments: Any) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(start(*arguments))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trio.lowlevel, "start_thread_soon", start_two)
+        with pytest.raises(OSError, match="no threads"):
+            engine.submit(Request("GET", "http://127.0.0.1:1/"))
+    assert (await exchanged(engine, lambda _: [answer(b"")])).status == 200
