@@ -235,11 +235,11 @@ static const char *header(const struct transfer *t, const char *name) {
 /* Compares ETags without quotes, which some servers leave out, and without the mark of a weak
  * ETag, which some proxies add. */
 static int has_etag(const struct transfer *t) {
-    const char *found = header(t, "etag");
+    const char *seen = header(t, "etag");
     size_t size = strlen(t->etag);
-    found += strncmp(found, "W/", 2) == 0 ? 2 : 0;
-    found += *found == '"';
-    return strncmp(found, t->etag, size) == 0 && (!found[size] || !strcmp(found + size, "\""));
+    seen += strncmp(seen, "W/", 2) == 0 ? 2 : 0;
+    seen += *seen == '"';
+    return *seen && !strncmp(seen, t->etag, size) && (!seen[size] || !strcmp(seen + size, "\""));
 }
 
 /* Returns the error if the headers show that the answer is not for the sink, or NULL. */
