@@ -107,10 +107,10 @@ async def _copy(
         raise StaleVersionError("the object has been replaced")
     if metadata is None and write.keeps_mtime:
         metadata = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
-        if metadata is not None and _has_room(metadata):
-            metadata = write._replace(metadata=metadata).stamped()
     if metadata is None and is_small:
         return await _copy_whole(requester, info, key, None, condition)
+    if write.metadata is None and (metadata is not None or info.token is None):
+        metadata = _with_token(metadata or info.metadata or {}, write)
     copied = info if metadata is None else replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
@@ -143,10 +143,11 @@ def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
     return dated
 
 
-def _has_room(metadata: Mapping[str, str]) -> bool:
-    """True if S3's limit leaves room for a token in `metadata`, which others may have filled."""
+def _with_token(metadata: Mapping[str, str], write: Write) -> Mapping[str, str]:
+    """Return metadata, which others may have filled, with the write's token if there is room."""
     size = sum(len(head.META) + len(name) + len(value) for name, value in metadata.items())
-    return size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
+    has_room = size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
+    return write._replace(metadata=metadata).stamped() if has_room else metadata
 
 
 async def _tagging(requester: Requester, key: str) -> str:
