@@ -67,11 +67,6 @@ class TokenSource:
         return ChangeToken(self.mount, next(self._numbers))
 
 
-def stamped(metadata: Mapping[str, str], token: ChangeToken) -> dict[str, str]:
-    """Return an object's metadata with the token of its change added."""
-    return {**metadata, CHANGE: str(token)}
-
-
 def without_token(metadata: Mapping[str, str]) -> dict[str, str]:
     """Return an object's metadata without the token."""
     return {name: value for name, value in metadata.items() if name != CHANGE}

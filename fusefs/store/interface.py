@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fusefs.store.errors import StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource, stamped
+from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource
 
 
 class Priority(enum.IntEnum):
@@ -106,15 +106,10 @@ class ListPage:
 
 
 @dataclass(frozen=True, slots=True)
-class IfAbsent:
-    """Condition: write only if the key has no object (`If-None-Match: *`)."""
-
-
-@dataclass(frozen=True, slots=True)
 class IfMatch:
-    """Condition: write only if the key's object has this (quoted) ETag."""
+    """Condition: write only if the key's object has this (quoted) ETag, or no object (None)."""
 
-    etag: str
+    etag: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,9 @@ class Expect:
     etag: str | None
 
 
-IF_ABSENT = IfAbsent()
+IF_ABSENT = IfMatch(None)
 # A condition that must hold. None writes unconditionally.
-Strict = IfAbsent | IfMatch | None
+Strict = IfMatch | None
 Condition = Strict | Expect
 
 
@@ -161,7 +156,7 @@ class Write(NamedTuple):
     def stamped(self) -> dict[str, str]:
         """Return the metadata with the token added."""
         assert self.token is not None
-        return stamped(self.metadata or {}, self.token)
+        return {**(self.metadata or {}), CHANGE: str(self.token)}
 
 
 PLAIN = Write()

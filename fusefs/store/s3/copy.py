@@ -72,7 +72,7 @@ async def copy(
             return await _copy(fence, source, key, write, strict, log)
         except NotFoundError as error:
             # S3 does not say which of the two objects is missing.
-            if isinstance(strict, IfMatch) and await fence.find(key) is None:
+            if strict not in (None, IF_ABSENT) and await fence.find(key) is None:
                 raise ConflictError("the object to be replaced is gone") from error
             raise
 
@@ -96,11 +96,11 @@ async def _copy(
     if write.is_own and isinstance(source, ObjectInfo):  # no headers but a content type
         kept = {} if source.content_type is None else {"content-type": source.content_type}
         copied = replace(source, metadata=metadata)
-        return await _copy_whole(requester, copied, key, kept, condition)
+        return await _copy_whole(fence, copied, key, kept, condition)
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
     is_small = source.size <= limit
     if isinstance(source, ObjectInfo) and is_small and metadata is None and not write.keeps_mtime:
-        return await _copy_whole(requester, source, key, None, condition)
+        return await _copy_whole(fence, source, key, None, condition)
     info, headers = await head.head(requester, source.key, writing)
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
@@ -108,13 +108,13 @@ async def _copy(
     if metadata is None and write.keeps_mtime:
         metadata = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
     if metadata is None and is_small:
-        return await _copy_whole(requester, info, key, None, condition)
+        return await _copy_whole(fence, info, key, None, condition)
     if write.metadata is None and (metadata is not None or info.token is None):
         metadata = _with_token(metadata or info.metadata or {}, write)
     copied = info if metadata is None else replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
-        return await _copy_whole(requester, copied, key, kept, condition)
+        return await _copy_whole(fence, copied, key, kept, condition)
     kept["x-amz-storage-class"] = copied.storage_class
     if headers.get("x-amz-tagging-count", "0") != "0":
         kept["x-amz-tagging"] = await _tagging(requester, source.key)
@@ -157,7 +157,7 @@ async def _tagging(requester: Requester, key: str) -> str:
 
 
 async def _copy_whole(
-    requester: Requester,
+    fence: Fence,
     source: ObjectInfo,
     key: str,
     kept: Mapping[str, str] | None,
@@ -168,7 +168,7 @@ async def _copy_whole(
     The copy has the headers `kept` and the metadata of `source`; if `kept` is None, S3 copies both.
     """
     headers = {
-        "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
+        "x-amz-copy-source": head.copy_source(fence.requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,
         "x-amz-metadata-directive": "COPY" if kept is None else "REPLACE",
         "x-amz-storage-class": source.storage_class,
@@ -197,22 +197,16 @@ async def _copy_whole(
 
     try:
         call = Call("COPY", "PUT", key, headers=headers)
-        return await requester.send(call, accept, priority=writing)
+        return await fence.requester.send(call, accept, priority=writing)
     except StaleVersionError as error:
         # S3 does not say for which of the two objects a condition failed.
-        may_be_done = error.may_be_done
-        if condition is None and not (key == source.key and may_be_done):
+        if condition is None and not (key == source.key and error.may_be_done):
             raise
-        try:
-            there = (await head.head(requester, key, writing))[0]
-        except NotFoundError:
-            if isinstance(condition, IfMatch):
-                raise ConflictError("the object to be replaced is gone") from error
-            raise error from None
-        if may_be_done and has_made(there):
+        there = await fence.find(key)
+        if there is not None and error.may_be_done and has_made(there):
             return there
-        if condition in (None, IfMatch(there.etag)):
+        if condition in (None, IfMatch(there.etag if there is not None else None)):
             raise  # the source has been replaced
         if condition == IF_ABSENT:
             raise ExistsError(f"{key}: there is an object already") from error
-        raise ConflictError("the object has been replaced") from error
+        raise ConflictError("the object is another one, or gone") from error

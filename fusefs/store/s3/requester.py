@@ -43,7 +43,7 @@ from fusefs.store.errors import (
     region_of,
 )
 from fusefs.store.http import redirects
-from fusefs.store.interface import IF_ABSENT, IfMatch, Strict, Urgency, demanded
+from fusefs.store.interface import IF_ABSENT, Strict, Urgency, demanded
 from fusefs.store.s3.access import Access, AccessSource
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import list_call
@@ -433,7 +433,7 @@ def _cause_of_pause(operation: str, failure: Failure) -> int:
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:
     """Return the failure, as a ConflictError if `condition` did not hold."""
-    is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
+    is_gone = condition != IF_ABSENT and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure
     if condition == IF_ABSENT:
