@@ -156,17 +156,15 @@ class RangeDownload:
         self.headers = answer.headers
         if not self.is_whole_and_small:
             return
-        name = checksum.mismatch(answer.headers, self._read, self._sums[0][2])
+        # The file is in the page cache.
+        content = partial(os.pread, self.fd, self.stop, 0)
+        name = checksum.mismatch(answer.headers, content, self._sums[0][2])
         if name is not None:
             sentence = f"what arrived has another {name} than the object"
             raise AttemptError(
                 Failure(UnreachableError, sentence, is_retryable=True, longest_s=WRONG_BYTES_S)
             )
         self._take(self.stop, self._sums)
-
-    def _read(self) -> bytes:
-        """Return the content of a small whole object from the file, which is in the page cache."""
-        return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------
 

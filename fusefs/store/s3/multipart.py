@@ -10,11 +10,13 @@ this upload's if its size and its token (fencing.py) are.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -67,7 +69,6 @@ ALIKE = 1_000
 LARGEST = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
 class Schedule:
     """The offsets and sizes of a file's parts, counted from 1; the first ones have `first` bytes.
 
@@ -76,30 +77,24 @@ class Schedule:
     parts of a file of 8 GB have the first size.
     """
 
-    first: int
+    def __init__(self, first: int) -> None:
+        # The size of the parts of each thousand, and the offset at which the thousand begins.
+        self._sizes = [min(first << thousand, LARGEST) for thousand in range(MOST_PARTS // ALIKE)]
+        self._starts = [0, *accumulate(ALIKE * size for size in self._sizes)]
 
     def size_of(self, number: int) -> int:
         """Return the size of any part but the last; a ValueError if `number` is not 1 to 10,000."""
         if not 1 <= number <= MOST_PARTS:
             raise ValueError(f"there is no part {number}")
-        return self._size_in((number - 1) // ALIKE)
-
-    def start_of(self, number: int) -> int:
-        """Return the offset of a part."""
-        group, behind = divmod(number - 1, ALIKE)
-        size = self.size_of(number)
-        return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
+        return self._sizes[(number - 1) // ALIKE]
 
     def part_at(self, offset: int) -> int:
         """Return the number of the part with this byte; a ValueError beyond the last part."""
-        number = 1
-        for group in range(MOST_PARTS // ALIKE):
-            size = self._size_in(group)
-            if offset < ALIKE * size:
-                return number + offset // size
-            offset -= ALIKE * size
-            number += ALIKE
-        raise ValueError("the file is too large for S3")
+        if offset >= self._starts[-1]:
+            raise ValueError("the file is too large for S3")
+        thousand = bisect_right(self._starts, offset) - 1
+        behind = offset - self._starts[thousand]
+        return thousand * ALIKE + behind // self._sizes[thousand] + 1
 
     def count(self, size: int) -> int:
         """Return the number of parts of a file of `size` bytes."""
@@ -107,13 +102,11 @@ class Schedule:
 
     def range_of(self, number: int, size: int) -> tuple[int, int]:
         """Return a part's bytes [start, stop); a ValueError if the file has no such part."""
-        start = self.start_of(number)
+        length, (thousand, behind) = self.size_of(number), divmod(number - 1, ALIKE)
+        start = self._starts[thousand] + behind * length
         if start >= size:
             raise ValueError(f"a file of {size} bytes has no part {number}")
-        return start, min(start + self.size_of(number), size)
-
-    def _size_in(self, group: int) -> int:
-        return min(self.first << group, LARGEST)
+        return start, min(start + length, size)
 
 
 class Upload:

@@ -54,14 +54,6 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
 
-_OTHER_RANGE = "S3 sent another range than the requested one"
-_OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compressed?)"
-_NOT_THE_OBJECT = {
-    "etag": Failure(StaleVersionError, "the object has been replaced"),
-    # Perhaps a proxy's mistake, so a retry may help.
-    "range": Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0),
-    "size": Failure(StoreError, _OTHER_SIZE),
-}
 _UNSENDABLE = Failure(StoreError, "no header of a request can say that")
 _TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
 _LOCAL = ("sink-failed", "source-failed")
@@ -475,8 +467,6 @@ def failure_of(
         if not completion.errno:
             return _TOO_SHORT
         raise OSError(completion.errno, os.strerror(completion.errno))
-    if error in _NOT_THE_OBJECT:
-        return _NOT_THE_OBJECT[error]
     return unreachable.of_engine(completion, address.origin, address.route.proxy)
 
 
