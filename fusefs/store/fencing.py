@@ -25,9 +25,10 @@ from typing import NamedTuple
 CHANGE = "fusefs-change"
 # The bytes of metadata that the token and its name take at most.
 CHANGE_SIZE = len(CHANGE) + 16 + 1 + 16
-# S3's limit of metadata, in bytes of all names and values. Some stores count the names with their
-# prefix as headers.
+# S3's limit of metadata, in bytes of all names and values. Some stores count the names with this
+# prefix, as headers.
 METADATA_LIMIT = 2048
+META = "x-amz-meta-"
 _TOKEN = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})")
 
 
@@ -65,6 +66,12 @@ class TokenSource:
 
     def next(self) -> ChangeToken:
         return ChangeToken(self.mount, next(self._numbers))
+
+
+def has_room(metadata: Mapping[str, str]) -> bool:
+    """True if S3's limit leaves room for a token in an object's metadata."""
+    size = sum(len(META) + len(name) + len(value) for name, value in metadata.items())
+    return size + len(META) + CHANGE_SIZE <= METADATA_LIMIT
 
 
 def without_token(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -129,6 +129,9 @@ Strict = IfMatch | None
 Condition = Strict | Expect
 
 
+Revision = Callable[[ObjectInfo], Mapping[str, str] | None]
+
+
 # A tuple for speed: each small PUT makes a copy of it, with a token.
 class Write(NamedTuple):
     """The properties of a new object (by PUT, upload or copy), and the condition of the write.
@@ -137,16 +140,16 @@ class Write(NamedTuple):
     without spaces at the ends. S3 allows 2 KiB. None means no metadata, or in a copy the source's
     metadata. The `token` is added to the metadata (store/fencing.py).
 
-    For copies only: `keeps_mtime` adds the source's modification time to the metadata, unless it is
-    there already. `is_own` states that the source, an `ObjectInfo`, has no headers but its content
-    type and metadata, so that no HEAD has to look for others.
+    For copies only: `revise` gets the source, with its metadata, and returns the copy's metadata or
+    None. `is_own` states that the source, an `ObjectInfo`, has no headers but its content type and
+    metadata, so that no HEAD has to look for others.
     """
 
     metadata: Mapping[str, str] | None = None
     content_type: str | None = None
     condition: Condition = None
     token: ChangeToken | None = None
-    keeps_mtime: bool = False
+    revise: Revision | None = None
     is_own: bool = False
 
     def with_token(self, tokens: TokenSource) -> Write:

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, StaleVersionError
-from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
+from fusefs.store.fencing import has_room
 from fusefs.store.interface import (
     IF_ABSENT,
     PLAIN,
@@ -99,55 +99,28 @@ async def _copy(
         return await _copy_whole(fence, copied, key, kept, condition)
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
     is_small = source.size <= limit
-    if isinstance(source, ObjectInfo) and is_small and metadata is None and not write.keeps_mtime:
+    if isinstance(source, ObjectInfo) and is_small and metadata is None and write.revise is None:
         return await _copy_whole(fence, source, key, None, condition)
     info, headers = await head.head(requester, source.key, writing)
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
-    if metadata is None and write.keeps_mtime:
-        metadata = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
-    if metadata is None and is_small:
-        return await _copy_whole(fence, info, key, None, condition)
-    if write.metadata is None and (metadata is not None or info.token is None):
-        metadata = _with_token(metadata or info.metadata or {}, write)
-    copied = info if metadata is None else replace(info, metadata=dict(metadata))
+    if metadata is None:
+        revised = write.revise(info) if write.revise is not None else None
+        if revised is None and is_small:
+            return await _copy_whole(fence, info, key, None, condition)
+        metadata = revised or info.metadata or {}
+        # An upload is known by its token, which may be the source's.
+        if (revised is not None or info.token is None) and has_room(metadata):
+            metadata = write._replace(metadata=metadata).stamped()
+    copied = replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
         return await _copy_whole(fence, copied, key, kept, condition)
     kept["x-amz-storage-class"] = copied.storage_class
     if headers.get("x-amz-tagging-count", "0") != "0":
         kept["x-amz-tagging"] = await _tagging(requester, source.key)
-    described = dict(copied.metadata or {})
-    return await multipart.copy(fence, version, key, kept, described, condition, log)
-
-
-def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """Return an object's metadata with its mtime added.
-
-    None if the metadata has an mtime already, or an entry that can't be sent. The mtime has the
-    form of the attributes in the metadata; without any, AWS's if `is_aws`, else s3fs's.
-    """
-    metadata = info.metadata or {}
-    if "mtime" in metadata or "file-mtime" in metadata:
-        return None
-    if "file-permissions" in metadata or (is_aws and "mode" not in metadata):
-        dated = {**metadata, "file-mtime": f"{info.mtime_ns}ns"}
-    else:
-        seconds, rest = divmod(info.mtime_ns, head.SECOND_NS)
-        dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
-    try:
-        head.check(dated)
-    except ValueError:
-        return None  # the present metadata can't be sent again
-    return dated
-
-
-def _with_token(metadata: Mapping[str, str], write: Write) -> Mapping[str, str]:
-    """Return metadata, which others may have filled, with the write's token if there is room."""
-    size = sum(len(head.META) + len(name) + len(value) for name, value in metadata.items())
-    has_room = size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
-    return write._replace(metadata=metadata).stamped() if has_room else metadata
+    return await multipart.copy(fence, version, key, kept, dict(metadata), condition, log)
 
 
 async def _tagging(requester: Requester, key: str) -> str:

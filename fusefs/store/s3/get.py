@@ -25,6 +25,7 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
+from fusefs.store.fencing import META
 from fusefs.store.interface import (
     LARGE,
     NewFile,
@@ -35,7 +36,7 @@ from fusefs.store.interface import (
     demanded,
 )
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.head import META, parse_head
+from fusefs.store.s3.head import parse_head
 from fusefs.store.s3.requester import Requester
 
 logger = logging.getLogger("fusefs.store")

@@ -9,12 +9,12 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
 from fusefs.store.errors import AttemptError, Failure, UnreachableError
+from fusefs.store.fencing import META
 from fusefs.store.interface import ObjectInfo, Urgency, demanded
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import quoted, size_of, usable, whole_seconds
 from fusefs.store.s3.requester import Requester
 
-META = "x-amz-meta-"
 SECOND_NS = 1_000_000_000
 # S3's content type of objects that were stored without one.
 UNTYPED = "binary/octet-stream"
