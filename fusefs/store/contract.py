@@ -15,7 +15,6 @@ from fusefs.store.interface import (
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
-    Source,
     UnansweredChanges,
     UploadState,
     Write,
@@ -23,7 +22,7 @@ from fusefs.store.interface import (
 from fusefs.store.s3.multipart import Upload
 
 
-class Store(Source, Protocol):
+class Store(Protocol):
     """One bucket. All methods raise `StoreError`. `tokens` mark the mount's changes (fencing.py).
 
     `unanswered` has the sent changes that S3 has not answered, and may still carry out.
@@ -134,12 +133,6 @@ class Store(Source, Protocol):
         """Record that S3 has `found` at `key` (None: no object) after a change without an answer.
 
         StoreError if a request before that change, executed late, has removed the object again.
-        """
-
-    def counters(self) -> dict[str, int]:
-        """Return the numbers of requests and bytes since the start, by their names in `status`.
-
-        `connections` is not a sum: it is the number of requests that may run at once now.
         """
 
 

@@ -42,15 +42,10 @@ class ChangeToken(NamedTuple):
         return f"{self.mount}-{self.number}"
 
     @staticmethod
-    def from_text(text: str) -> ChangeToken | None:
-        """Parse the text of a token, as `str(token)` gives it; None if the text is no token."""
-        found = _TOKEN.fullmatch(text)
-        return ChangeToken(found[1], int(found[2])) if found else None
-
-    @staticmethod
     def parse(metadata: Mapping[str, str] | None) -> ChangeToken | None:
         """Return the token in an object's metadata; None if there is none, or no metadata."""
-        return ChangeToken.from_text((metadata or {}).get(CHANGE, ""))
+        found = _TOKEN.fullmatch((metadata or {}).get(CHANGE, ""))
+        return ChangeToken(found[1], int(found[2])) if found else None
 
 
 class TokenSource:

@@ -222,9 +222,6 @@ class MemoryStore:
     def hurry(self) -> None:
         pass
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
 
 def failing(
     error: BaseException | type[BaseException], *requests: str | tuple[str, str]

@@ -97,13 +97,10 @@ class WatchedStore:
         # Requests that change no object need no record.
         self.list_page = store.list_page
         self.head = store.head
-        self.download = store.download
         self.begin_upload = store.begin_upload
         self.resume_upload = store.resume_upload
         self.abort_upload = store.abort_upload
         self.list_uploads = store.list_uploads
-        self.hurry = store.hurry
-        self.counters = store.counters
 
     def close(self, *, remove: bool) -> None:
         """Close the records; `remove` them after the mount's end, unless a change is under way."""

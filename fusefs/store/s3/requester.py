@@ -195,7 +195,10 @@ class Requester:
         self._last_explained = self._timed_out = -math.inf
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers of requests and bytes so far, and of allowed connections, by name."""
+        """Return the numbers of requests and bytes since the start, by their names in `status`.
+
+        `connections` is not a sum: it is the number of requests that may run at once now.
+        """
         return {
             **{name: self.counted[name] for name in _SHOWN},
             "connections": self.connections.allowed,
