@@ -102,10 +102,10 @@ class Store(Protocol):
         """Copy exactly `source` to `key` on the server, whatever its size.
 
         Content type, storage class, tags and other properties are kept. User metadata and the token
-        are kept unless `write` has new ones; then `key` may also be the source's own key. The copy
-        may have another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD;
-        fields that it lacks are missing from the result too. If the store does not implement
-        conditions for copies, the copy is unconditional.
+        are kept unless `write` has new ones; then `key` may also be the source's own key. A copy in
+        parts gets a token and an ETag of its own. If the metadata is kept, an `ObjectInfo` as
+        source saves a HEAD; fields that it lacks are missing from the result too. If the store does
+        not implement conditions for copies, the copy is unconditional.
 
         Raises:
             ConflictError: the condition of `write` does not hold; `ExistsError` for IF_ABSENT.

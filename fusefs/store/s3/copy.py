@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, StaleVersionError
-from fusefs.store.fencing import has_room
+from fusefs.store.fencing import has_room, without_token
 from fusefs.store.interface import (
     IF_ABSENT,
     PLAIN,
@@ -109,9 +109,9 @@ async def _copy(
         revised = write.revise(info) if write.revise is not None else None
         if revised is None and is_small:
             return await _copy_whole(fence, info, key, None, condition)
-        metadata = revised or info.metadata or {}
-        # An upload is known by its token, which may be the source's.
-        if (revised is not None or info.token is None) and has_room(metadata):
+        # Other objects may have the source's token, by which an upload would take them for its own.
+        metadata = without_token(revised or info.metadata or {})
+        if has_room(metadata):
             metadata = write._replace(metadata=metadata).stamped()
     copied = replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}

@@ -3,8 +3,8 @@
 import pytest
 
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError
-from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Revision, Write
+from fusefs.store.fencing import CHANGE, without_token
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, ObjectVersion, Revision, Write
 from fusefs.store.s3 import copy, multipart
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.store import S3Store
@@ -112,6 +112,16 @@ async def test_another_version_than_the_named_one_is_not_copied(
         with pytest.raises(StaleVersionError):
             await direct.copy(source, "copy")
     assert keys(bucket) == ["source"]
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_copies_are_told_apart(direct: S3Store, bucket: Bucket, make_file: MakeFile) -> None:
+    """Other clients write other contents with the same token."""
+    for file in (make_file(2 * PART), make_file(2 * PART)):
+        etag = bucket.put("source", file.data, Metadata={CHANGE: f"{1:016}-1"})
+        version = ObjectVersion("source", etag, file.size)
+        await direct.copy(version, "copy", Write(condition=Expect(None)))
+        assert stored(bucket, "copy") == file.data
 
 
 @pytest.mark.usefixtures("copied_in_parts")
