@@ -36,7 +36,7 @@ from csi.errors import (
 from csi.generated import csi_pb2, csi_pb2_grpc
 from csi.identities.cache_domains import CacheDomains
 from csi.identities.cache_gc import CacheCollector
-from csi.identities.cluster_caches import CacheSecrets
+from csi.identities.cluster_caches import CacheSecrets, ClusterCacheConfig
 from csi.identities.credentials import DRIVER, CredentialFiles, Identity, choose
 from csi.in_flight import Claims
 from csi.node import bind_mount
@@ -316,11 +316,7 @@ class NodeService(csi_pb2_grpc.NodeServicer):
     def _plan(self, request: Request, publish: PublishRequest, ends: float) -> _Plan:
         """Plan the mount that a volume needs; write a record of the mount if there is none."""
         identity, location, options = self._who(request, publish)
-        cluster_cache = None
-        if identity.customer_key is None:  # only S3 and the local cache have data with such a key
-            cluster_cache = self._configuration.cluster_caches.of(
-                options.cache_domain, is_inline=publish.is_inline
-            )
+        cluster_cache = self._cluster_cache(identity, options, publish)
         layer = mount_layer(
             options,
             location,
@@ -329,18 +325,18 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             is_read_only=publish.is_reader_mode,
             fs_group=publish.fs_group,
         )
-        name = self._domain_name(identity, location, options)
-        arguments = publish.with_group(0).arguments  # pods of all fsGroups share a mount
+        cache_secrets = cluster_cache.secrets() if cluster_cache else None
         own = {"gid"} if publish.fs_group is not None else set()
         texts = sorted(f"{setting}={layer[setting].text}" for setting in layer.keys() - own)
-        cache_secrets = cluster_cache.secrets() if cluster_cache else None
         if cache_secrets is not None:
             # A mount keeps its first secrets, so other secrets need another mount.
             texts.append(cache_secrets.proof)
-        variant = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
+        name = self._domain_name(identity, location, options)
         mode = str(publish.is_reader_mode or options.wanted.read_only)  # a reader uploads nothing
         data = (publish.volume_id, str(location), mode, *identity.proof)
+        arguments = publish.with_group(0).arguments  # pods of all fsGroups share a mount
         common = self._domains.name_of("data", name, *data)
+        variant = self._domains.name_of("mount", name, arguments, *identity.proof, "", *texts)
         key, known = self._key_of(variant, common, name, publish.target)
         if known is not None:
             return _Plan(identity, known, options.warm, cache_secrets)
@@ -377,6 +373,14 @@ class NodeService(csi_pb2_grpc.NodeServicer):
             )
             self._mounts.records.write(record.key, record)
         return _Plan(identity, record, options.warm, cache_secrets)
+
+    def _cluster_cache(
+        self, identity: Identity, options: Options, publish: PublishRequest
+    ) -> ClusterCacheConfig | None:
+        if identity.customer_key is not None:
+            return None  # only S3 and the local cache have data with such a key
+        caches = self._configuration.cluster_caches
+        return caches.of(options.cache_domain, is_inline=publish.is_inline)
 
     def _key_of(
         self, variant: str, common: str, domain: str, target: Path
