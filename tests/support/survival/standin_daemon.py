@@ -117,6 +117,8 @@ class Standin:
             sys.exit(5)
         if what == "cannot":
             sys.exit(protocol.CANNOT_TAKE_OVER)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "close":
             self.channel.close()
         if what in ("hang", "close"):

@@ -5,7 +5,8 @@ import errno
 import json
 import os
 import signal
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,19 +113,22 @@ def test_a_daemon_that_will_not_end_is_killed_for_the_new_one(kept: Kept) -> Non
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
+def begun(kept: Kept, behaviour: dict[str, Any]) -> tuple[int, Future[dict[str, Any]]]:
+    """The new daemon of an upgrade that is under way, and its answer to come."""
+    answer = ThreadPoolExecutor(1).submit(kept.upgrade, behaviour)
+    return kept.process_of(PREPARE), answer
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
 def test_an_upgrade_whose_keeper_dies_has_not_happened(kept: Kept) -> None:
     kept.start()
     old = kept.status()["daemon"]
-
-    def ask_in_vain() -> None:
-        with contextlib.suppress(ValueError):  # the connection ends without an answer
-            kept.upgrade(PREPARE_HANGS)
-
-    asking = threading.Thread(target=ask_in_vain)
-    asking.start()
-    new = kept.process_of(PREPARE)
+    new, answer = begun(kept, PREPARE_HANGS)
     kept.kill_keeper()
-    asking.join(LIMIT_S)
+    assert isinstance(answer.exception(LIMIT_S), ValueError | None)  # perhaps there is no answer
     until(lambda: new not in kept.processes())
     assert kept.status()["daemon"] == old
     assert kept.upgrade({})["ok"] is True
@@ -132,16 +136,27 @@ def test_an_upgrade_whose_keeper_dies_has_not_happened(kept: Kept) -> None:
 
 def test_a_daemon_that_dies_ends_the_upgrade_that_is_under_way(kept: Kept) -> None:
     kept.start()
-    answers: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(kept.upgrade(PREPARE_HANGS)))
-    asking.start()
-    new = kept.process_of(PREPARE)
+    new, answer = begun(kept, PREPARE_HANGS)
     status = kept.served_by_another_than(kept.kill_daemon())
-    asking.join(LIMIT_S)
-    [answer] = answers
-    assert "died meanwhile" in answer["error"]
+    assert "died meanwhile" in answer.result(LIMIT_S)["error"]
     assert status["daemon"] != new
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
+
+
+def test_a_new_daemon_whose_end_is_seen_before_its_last_message_ends_the_upgrade(
+    kept: Kept,
+) -> None:
+    kept.start()
+    old = kept.status()
+    new, answer = begun(kept, {"prepare": "stop", "prepared": "exit"})
+    until(lambda: state_of(new) == "T")
+    os.kill(old["pid"], signal.SIGSTOP)
+    os.kill(new, signal.SIGCONT)
+    until(lambda: state_of(new) == "Z")
+    os.kill(old["pid"], signal.SIGCONT)
+    assert "the old one goes on" in answer.result(LIMIT_S)["error"]
+    assert kept.status()["daemon"] == old["daemon"]
+    assert kept.status()["is_serving"]
 
 
 def test_an_upgrade_on_an_old_kernel_waits_for_the_old_daemon_as_long_as_a_pause_may_be(
@@ -169,7 +184,10 @@ def test_where_requests_are_not_sent_again_the_old_daemon_may_be_the_last_to_ans
     kept.start(OLD_KERNEL)
     old = kept.status()["daemon"]
     os.kill(old, signal.SIGSTOP)
-    assert "error" in kept.upgrade({**OLD_KERNEL, "prepared": "exit"})
+    new, answer = begun(kept, {**OLD_KERNEL, "prepared": "hang"})
+    until(lambda: not kept.status()["is_serving"], "the old one is to end")
+    os.kill(new, signal.SIGKILL)
+    assert "error" in answer.result(LIMIT_S)
     again = {"do": "upgrade", "command": [], "settings": "{}"}
     assert "under way" in kept.ask(again)["error"]
     os.kill(old, signal.SIGCONT)
