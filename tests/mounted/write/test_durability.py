@@ -1,7 +1,6 @@
 """What was saved is saved: uploads that fail, are interrupted, wait, or outlive their mount."""
 
 import contextlib
-import io
 import os
 import signal
 import subprocess
@@ -276,11 +275,6 @@ def test_more_than_the_staging_size_is_enospc(mounter: Mounter, bucket: Bucket) 
     assert stored(bucket, "fits again") == bytes(1 << 20)
 
 
-def write_on(file: io.FileIO) -> None:
-    while True:
-        file.write(bytes(1 << 20))
-
-
 @states(
     "A full cache disk is ENOSPC for what is written, and for nothing else: reads, renames and"
     " directories go on, and once there is room, writes too."
@@ -293,7 +287,7 @@ def test_a_full_disk_is_enospc_for_the_writer_alone(
         mount = mounter("--no-read-only", cache="disk/cache")
         with open(mount.path / "large", "wb", buffering=0) as file:
             with pytest.raises(OSError, match="No space left"):
-                write_on(file)
+                all(iter(lambda: file.write(bytes(1 << 20)), None))
             assert (mount.path / "there").read_bytes() == b"there"
             (mount.path / "directory").mkdir()
             os.rename(mount.path / "there", mount.path / "directory" / "there")

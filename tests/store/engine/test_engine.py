@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
@@ -433,7 +432,7 @@ async def test_an_engine_without_threads_starts_when_there_are_some(
     start = trio.lowlevel.start_thread_soon
     started: list[object] = []
 
-    def start_two(*arguments: Any) -> None:
+    def start_two(*arguments: object) -> None:
         if len(started) == 2:
             raise RuntimeError("can't start new thread")
         started.append(start(*arguments))
