@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fusefs.store.errors import StoreError
-from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource
+from fusefs.store.fencing import ChangeToken, TokenSource, stamped
 
 
 class Priority(enum.IntEnum):
@@ -106,10 +106,15 @@ class ListPage:
 
 
 @dataclass(frozen=True, slots=True)
-class IfMatch:
-    """Condition: write only if the key's object has this (quoted) ETag, or no object (None)."""
+class IfAbsent:
+    """Condition: write only if the key has no object (`If-None-Match: *`)."""
 
-    etag: str | None
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Condition: write only if the key's object has this (quoted) ETag."""
+
+    etag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +128,10 @@ class Expect:
     etag: str | None
 
 
-IF_ABSENT = IfMatch(None)
+IF_ABSENT = IfAbsent()
 # A condition that must hold. None writes unconditionally.
-Strict = IfMatch | None
+Strict = IfAbsent | IfMatch | None
 Condition = Strict | Expect
-
-
-Revision = Callable[[ObjectInfo], Mapping[str, str] | None]
 
 
 # A tuple for speed: each small PUT makes a copy of it, with a token.
@@ -140,16 +142,16 @@ class Write(NamedTuple):
     without spaces at the ends. S3 allows 2 KiB. None means no metadata, or in a copy the source's
     metadata. The `token` is added to the metadata (store/fencing.py).
 
-    For copies only: `revise` gets the source, with its metadata, and returns the copy's metadata or
-    None. `is_own` states that the source, an `ObjectInfo`, has no headers but its content type and
-    metadata, so that no HEAD has to look for others.
+    For copies only: `keeps_mtime` adds the source's modification time to the metadata, unless it is
+    there already. `is_own` states that the source, an `ObjectInfo`, has no headers but its content
+    type and metadata, so that no HEAD has to look for others.
     """
 
     metadata: Mapping[str, str] | None = None
     content_type: str | None = None
     condition: Condition = None
     token: ChangeToken | None = None
-    revise: Revision | None = None
+    keeps_mtime: bool = False
     is_own: bool = False
 
     def with_token(self, tokens: TokenSource) -> Write:
@@ -159,7 +161,7 @@ class Write(NamedTuple):
     def stamped(self) -> dict[str, str]:
         """Return the metadata with the token added."""
         assert self.token is not None
-        return {**(self.metadata or {}), CHANGE: str(self.token)}
+        return stamped(self.metadata or {}, self.token)
 
 
 PLAIN = Write()

@@ -22,11 +22,15 @@ from fusefs.store.errors import StoreError
 PORTS = {"http": 80, "https": 443}
 
 
+class ProxyError(StoreError):
+    """The proxy that the environment names can't be used."""
+
+
 def choose(url: str, environment: Mapping[str, str]) -> str | None:
     """Return the URL of the proxy for `url`, or None. A URL may have a password: don't log it.
 
     Raises:
-        StoreError: the configured proxy can't be used.
+        ProxyError: the configured proxy can't be used.
     """
 
     def value(name: str) -> str:
@@ -58,11 +62,11 @@ def _usable(proxy: str) -> str:
         parts = urlsplit(proxy)
         is_usable = parts.scheme in PORTS and parts.hostname and parts.port != 0
     except ValueError:  # of the address or the port
-        raise StoreError(
+        raise ProxyError(
             "the proxy of the environment is no URL; write it like http://proxy.example.org:3128"
         ) from None
     if not is_usable:
-        raise StoreError(
+        raise ProxyError(
             f"the proxy {shown(proxy)} can't be used: only those with http:// and https:// can;"
             " name the endpoint in NO_PROXY to do without"
         )
