@@ -218,6 +218,7 @@ class ConnectionBudget:
                 self._admit()
         finally:
             self._is_timing = False
+        self._admit()  # a turn may have come before this task first ran
 
     def _next(self) -> _Waiter | None:
         """Return the waiter to admit now (one often passed over, else the most urgent), or None."""
