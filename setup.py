@@ -75,7 +75,7 @@ ENGINE = Extension(
     "fusefs.store.engine._engine",
     ["fusefs/store/engine/_engine.c"],
     depends=["fusefs/store/engine/crc.h"],
-    libraries=["curl"],
+    libraries=["curl", "z"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
 )
 
@@ -88,7 +88,7 @@ class BuildExtensions(build_ext):
             super().build_extension(ext)
         except (CCompilerError, ExecError) as error:
             raise SystemExit(
-                "setup: fusefs needs gcc and the headers of Python and of libcurl 7.87 or newer"
+                "setup: fusefs needs gcc and the headers of Python, zlib and libcurl 7.87 or newer"
                 " (Debian: gcc libc6-dev python3-dev libcurl4-openssl-dev)"
             ) from error
 

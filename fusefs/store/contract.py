@@ -15,7 +15,6 @@ from fusefs.store.interface import (
     ObjectInfo,
     ObjectVersion,
     PendingUpload,
-    Source,
     UnansweredChanges,
     UploadState,
     Write,
@@ -23,7 +22,7 @@ from fusefs.store.interface import (
 from fusefs.store.s3.multipart import Upload
 
 
-class Store(Source, Protocol):
+class Store(Protocol):
     """One bucket. All methods raise `StoreError`. `tokens` mark the mount's changes (fencing.py).
 
     `unanswered` has the sent changes that S3 has not answered, and may still carry out.
@@ -103,10 +102,10 @@ class Store(Source, Protocol):
         """Copy exactly `source` to `key` on the server, whatever its size.
 
         Content type, storage class, tags and other properties are kept. User metadata and the token
-        are kept unless `write` has new ones; then `key` may also be the source's own key. The copy
-        may have another ETag. If the metadata is kept, an `ObjectInfo` as source saves a HEAD;
-        fields that it lacks are missing from the result too. If the store does not implement
-        conditions for copies, the copy is unconditional.
+        are kept unless `write` has new ones; then `key` may also be the source's own key. A copy in
+        parts gets a token and an ETag of its own. If the metadata is kept, an `ObjectInfo` as
+        source saves a HEAD; fields that it lacks are missing from the result too. If the store does
+        not implement conditions for copies, the copy is unconditional.
 
         Raises:
             ConflictError: the condition of `write` does not hold; `ExistsError` for IF_ABSENT.
@@ -134,12 +133,6 @@ class Store(Source, Protocol):
         """Record that S3 has `found` at `key` (None: no object) after a change without an answer.
 
         StoreError if a request before that change, executed late, has removed the object again.
-        """
-
-    def counters(self) -> dict[str, int]:
-        """Return the numbers of requests and bytes since the start, by their names in `status`.
-
-        `connections` is not a sum: it is the number of requests that may run at once now.
         """
 
 

@@ -25,9 +25,10 @@ from typing import NamedTuple
 CHANGE = "fusefs-change"
 # The bytes of metadata that the token and its name take at most.
 CHANGE_SIZE = len(CHANGE) + 16 + 1 + 16
-# S3's limit of metadata, in bytes of all names and values. Some stores count the names with their
-# prefix as headers.
+# S3's limit of metadata, in bytes of all names and values. Some stores count the names with this
+# prefix, as headers.
 METADATA_LIMIT = 2048
+META = "x-amz-meta-"
 _TOKEN = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})")
 
 
@@ -41,15 +42,10 @@ class ChangeToken(NamedTuple):
         return f"{self.mount}-{self.number}"
 
     @staticmethod
-    def from_text(text: str) -> ChangeToken | None:
-        """Parse the text of a token, as `str(token)` gives it; None if the text is no token."""
-        found = _TOKEN.fullmatch(text)
-        return ChangeToken(found[1], int(found[2])) if found else None
-
-    @staticmethod
     def parse(metadata: Mapping[str, str] | None) -> ChangeToken | None:
         """Return the token in an object's metadata; None if there is none, or no metadata."""
-        return ChangeToken.from_text((metadata or {}).get(CHANGE, ""))
+        found = _TOKEN.fullmatch((metadata or {}).get(CHANGE, ""))
+        return ChangeToken(found[1], int(found[2])) if found else None
 
 
 class TokenSource:
@@ -67,9 +63,10 @@ class TokenSource:
         return ChangeToken(self.mount, next(self._numbers))
 
 
-def stamped(metadata: Mapping[str, str], token: ChangeToken) -> dict[str, str]:
-    """Return an object's metadata with the token of its change added."""
-    return {**metadata, CHANGE: str(token)}
+def has_room(metadata: Mapping[str, str]) -> bool:
+    """True if S3's limit leaves room for a token in an object's metadata."""
+    size = sum(len(META) + len(name) + len(value) for name, value in metadata.items())
+    return size + len(META) + CHANGE_SIZE <= METADATA_LIMIT
 
 
 def without_token(metadata: Mapping[str, str]) -> dict[str, str]:

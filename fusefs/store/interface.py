@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fusefs.store.errors import StoreError
-from fusefs.store.fencing import ChangeToken, TokenSource, stamped
+from fusefs.store.fencing import CHANGE, ChangeToken, TokenSource
 
 
 class Priority(enum.IntEnum):
@@ -106,15 +106,10 @@ class ListPage:
 
 
 @dataclass(frozen=True, slots=True)
-class IfAbsent:
-    """Condition: write only if the key has no object (`If-None-Match: *`)."""
-
-
-@dataclass(frozen=True, slots=True)
 class IfMatch:
-    """Condition: write only if the key's object has this (quoted) ETag."""
+    """Condition: write only if the key's object has this (quoted) ETag, or no object (None)."""
 
-    etag: str
+    etag: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +123,13 @@ class Expect:
     etag: str | None
 
 
-IF_ABSENT = IfAbsent()
+IF_ABSENT = IfMatch(None)
 # A condition that must hold. None writes unconditionally.
-Strict = IfAbsent | IfMatch | None
+Strict = IfMatch | None
 Condition = Strict | Expect
+
+
+Revision = Callable[[ObjectInfo], Mapping[str, str] | None]
 
 
 # A tuple for speed: each small PUT makes a copy of it, with a token.
@@ -142,16 +140,16 @@ class Write(NamedTuple):
     without spaces at the ends. S3 allows 2 KiB. None means no metadata, or in a copy the source's
     metadata. The `token` is added to the metadata (store/fencing.py).
 
-    For copies only: `keeps_mtime` adds the source's modification time to the metadata, unless it is
-    there already. `is_own` states that the source, an `ObjectInfo`, has no headers but its content
-    type and metadata, so that no HEAD has to look for others.
+    For copies only: `revise` gets the source, with its metadata, and returns the copy's metadata or
+    None. `is_own` states that the source, an `ObjectInfo`, has no headers but its content type and
+    metadata, so that no HEAD has to look for others.
     """
 
     metadata: Mapping[str, str] | None = None
     content_type: str | None = None
     condition: Condition = None
     token: ChangeToken | None = None
-    keeps_mtime: bool = False
+    revise: Revision | None = None
     is_own: bool = False
 
     def with_token(self, tokens: TokenSource) -> Write:
@@ -161,7 +159,7 @@ class Write(NamedTuple):
     def stamped(self) -> dict[str, str]:
         """Return the metadata with the token added."""
         assert self.token is not None
-        return stamped(self.metadata or {}, self.token)
+        return {**(self.metadata or {}), CHANGE: str(self.token)}
 
 
 PLAIN = Write()

@@ -1,4 +1,4 @@
-"""Failures of requests that got no answer from S3: the cause, and whether a retry may help.
+"""Failures of requests that got no usable answer: the cause, and whether a retry may help.
 
 The engine gives the kind of error and OpenSSL's text. An error that an administrator has to fix (a
 certificate, a proxy's password) is not retried; a refused connection or a time-out may pass.
@@ -11,16 +11,27 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fusefs.store.errors import PROXY_PASSWORD, Failure, UnreachableError
+from fusefs.store.errors import (
+    PROXY_PASSWORD,
+    Failure,
+    StaleVersionError,
+    StoreError,
+    UnreachableError,
+)
 
 if TYPE_CHECKING:
     from fusefs.store.engine.engine import Completion
 
-_IN_VAIN = {
-    # The answer would be as long the next time.
-    "too-large": "the answer is longer than any should be",
-    # The header is stored with the object, and would be the same the next time.
-    "malformed": "the answer has a header that none should have",
+_OTHER_RANGE = "S3 sent another range than the requested one"
+_OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compressed?)"
+# Errors of an answer that came. Most would be the same the next time: headers are stored with the
+# object. Another range is perhaps a proxy's mistake.
+_UNFIT = {
+    "etag": Failure(StaleVersionError, "the object has been replaced"),
+    "range": Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0),
+    "size": Failure(StoreError, _OTHER_SIZE),
+    "too-large": Failure(UnreachableError, "the answer is longer than any should be"),
+    "malformed": Failure(UnreachableError, "the answer has a header that none should have"),
 }
 _UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
 _OWN = "its certificate is its own authority, and not trusted (setting ca-bundle)"
@@ -48,8 +59,8 @@ def of_engine(completion: Completion, origin: str, proxy: str | None) -> Failure
     `proxy` is the URL of the proxy that the request went through, or None.
     """
     error = completion.error
-    if error in _IN_VAIN:
-        return Failure(UnreachableError, _IN_VAIN[error])
+    if error in _UNFIT:
+        return _UNFIT[error]
     if error in ("timeout", "low-speed"):
         return _may_pass(f"no answer from {origin} in time")
     if error in ("certificate", "tls"):

@@ -70,7 +70,7 @@ def test_an_event_is_the_same_each_time() -> None:
 
 def test_a_silent_port_may_be_a_network_policys() -> None:
     def cause(error: str, number: int = 0) -> str:
-        fields = (0, {}, b"", 0, error, number, 0, "", False, 0.0, 0.0, 0.0)
+        fields = (0, {}, b"", 0, error, number, 0, "", 0.0, 0.0, 0.0)
         return unreachable.of_engine(
             Completion(*fields), "http://minio.storage:9000", None
         ).sentence

@@ -202,6 +202,6 @@ def test_a_missing_compiler_is_one_clear_line(tmp_path: Path) -> None:
     assert build.returncode != 0
     assert "Traceback" not in build.stderr
     assert build.stderr.splitlines()[-1] == (
-        "setup: fusefs needs gcc and the headers of Python and of libcurl 7.87 or newer"
+        "setup: fusefs needs gcc and the headers of Python, zlib and libcurl 7.87 or newer"
         " (Debian: gcc libc6-dev python3-dev libcurl4-openssl-dev)"
     )

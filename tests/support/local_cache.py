@@ -255,15 +255,11 @@ NEXT_DAEMON = cast(Any, SimpleNamespace(is_fresh=False))
 LIST = "ab" * 8
 
 
-class WideBucket(Bucket):
-    def counters(self) -> dict[str, int]:
-        return {"connections": 8}
-
-
 def warmer_of(parts: Parts, directory: Path) -> CacheWarmer:
     source, mountpoint = MountSource("bucket"), directory / "mnt"
     settings = MountSettings(source=source, mountpoint=mountpoint, cache_dir=directory)
     bucket = cast(Any, parts.bucket)
+    parts.downloader.most_small = 8
     return CacheWarmer(bucket, parts.cache, parts.downloader, settings, Selector(bucket, ""))
 
 

@@ -180,9 +180,8 @@ class MemoryStore:
                 attributes = dict(found.info.metadata or {})
             elif write.token is not None:
                 attributes = write.stamped()
-            if write.keeps_mtime:
-                seconds, rest = divmod(found.info.mtime_ns, SECOND_NS)
-                attributes.setdefault("mtime", f"{seconds}.{rest:09}")
+            if write.revise is not None:
+                attributes = dict(write.revise(found.info) or attributes)
             self.put(key, found.data, **attributes)
         return self._get(key).info
 
@@ -222,9 +221,6 @@ class MemoryStore:
 
     def hurry(self) -> None:
         pass
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
 
 def failing(

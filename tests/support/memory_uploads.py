@@ -9,12 +9,10 @@ import base64
 import os
 import time
 import zlib
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError
-from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
     PLAIN,
     Expect,
@@ -146,21 +144,6 @@ class MemoryUpload(Upload):
         async with self._store._request("PARTS", self._state.key):
             return [part for part, _ in self._there().values()]
 
-    async def _find(self, parts: list[Part]) -> ObjectInfo | None:
-        info = await self._store.head(self._state.key)
-        is_it = info.token == ChangeToken.parse(self._state.metadata)
-        return info if is_it and info.size == sum(part.size for part in parts) else None
-
-    async def _look_for_object(self, recorded: Mapping[int, Part]) -> None:
-        size = (await self._store.head(self._state.key)).size
-        used = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
-        parts = [part for part in used if part is not None and self._fits(part, size)]
-        if len(parts) == len(used):
-            self._object = await self._find(parts)
-        if self._object is None:
-            raise NotFoundError("aborted")
-        self._unverified = {part.number: part for part in parts}
-
     async def _complete(self, size: int, condition: Strict) -> ObjectInfo:
         if self._object is not None and self._object.size == size:
             return self._object
@@ -173,7 +156,7 @@ class MemoryUpload(Upload):
                 del self._store.uploads[self._state.upload_id]
                 self._store.put(key, data, **self._state.metadata)
         except NotFoundError:
-            self._object = await self._find(list(self._parts.values()))
+            self._object = await self._seen(size)
             if self._object is None:
                 raise
             return self._object

@@ -3,10 +3,12 @@
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
+from fusefs.posix.nodes.object_metadata import Form, dated
 from fusefs.store.interface import Condition, ObjectInfo, Write
 from fusefs.store.s3.put import SMALL
 from fusefs.store.s3.store import S3Store
@@ -20,6 +22,7 @@ PART = 5 << 20  # no S3 takes smaller ones
 # One of usual characters, and one that XML has no way to write.
 KEYS = ["some dir/a+b %20~ü", "odd\x01key"]
 METADATA = {"mode": "33188", "mtime": "1795250694.123456789"}
+REVISE = partial(dated, form=Form.S3FS)
 
 # How a file is sent, by its size: from memory, from the file, in parts.
 WAYS = [(1000, "PUT"), (SMALL + 1000, "PUT"), (3 * PART, "PART")]

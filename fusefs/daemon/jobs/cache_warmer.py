@@ -272,10 +272,9 @@ class CacheWarmer:
         self._has_begun = trio.Event()
         # The store reserves some connections for programs' requests. With as many slots as
         # connections, a request always waits in the store, and is sent once a connection is free.
-        connections = store.counters()["connections"]
-        self._slots = trio.Semaphore(connections)
+        self._slots = trio.Semaphore(downloader.most_small)
         # A slot for each part that is being fetched, or that the cluster cache has not stored yet.
-        self._parts = trio.Semaphore(connections + MOST_UNSTORED)
+        self._parts = trio.Semaphore(downloader.most_small + MOST_UNSTORED)
         self._selector = selector
 
     async def run(self, takeover: Takeover | None, head_cache: HeadCache) -> None:

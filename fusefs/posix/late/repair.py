@@ -30,8 +30,7 @@ from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.posix.tasks import for_each
 from fusefs.store.errors import ConflictError, NotFoundError, StaleVersionError, StoreError
 from fusefs.store.fencing import ChangeToken
-from fusefs.store.interface import ObjectInfo, Write
-from fusefs.store.s3.conditions import strict
+from fusefs.store.interface import IfMatch, ObjectInfo, Write
 from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.late")
@@ -197,7 +196,7 @@ class Repairer:
             write = Write(
                 sendable(expected.metadata or {}),
                 expected.content_type,
-                self._store.inner.fence.sent("PUT", strict(etag)),
+                self._store.inner.fence.sent("PUT", IfMatch(etag)),
                 token,
             )
             return await self._store.inner.put_file(entry.key, fd, expected.size, write)

@@ -33,6 +33,7 @@ from fusefs.store.interface import (
     Condition,
     DeleteFailure,
     Expect,
+    IfMatch,
     ObjectInfo,
     ObjectVersion,
     UnansweredChanges,
@@ -40,7 +41,6 @@ from fusefs.store.interface import (
     WholeFileSink,
     Write,
 )
-from fusefs.store.s3.conditions import strict
 from fusefs.store.s3.multipart import Upload
 from fusefs.store.s3.requester import ChangeUnderWay
 from fusefs.store.s3.store import S3Store
@@ -97,13 +97,10 @@ class WatchedStore:
         # Requests that change no object need no record.
         self.list_page = store.list_page
         self.head = store.head
-        self.download = store.download
         self.begin_upload = store.begin_upload
         self.resume_upload = store.resume_upload
         self.abort_upload = store.abort_upload
         self.list_uploads = store.list_uploads
-        self.hurry = store.hurry
-        self.counters = store.counters
 
     def close(self, *, remove: bool) -> None:
         """Close the records; `remove` them after the mount's end, unless a change is under way."""
@@ -232,7 +229,7 @@ class WatchedStore:
     def _covers(self, key: str, condition: Condition) -> bool:
         """True if a condition prevents requests of a killed process from undoing a change."""
         if isinstance(condition, Expect):
-            condition = strict(condition.etag)
+            condition = IfMatch(condition.etag)
         return self.inner.fence.relies_on("PUT", condition) and not key.endswith("/")
 
     def _acknowledged(self, entry: UncertainKey, state: KeyState, content: str | None) -> None:

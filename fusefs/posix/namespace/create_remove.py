@@ -310,7 +310,7 @@ class CreateRemove(MountPart):
         if own is not None and read(own.metadata or {}, self._owner.file).mtime_ns is not None:
             write = Write(own.metadata, condition=condition, is_own=True)
             return await self._store.copy(own, key, write)
-        write = Write(condition=condition, keeps_mtime=not self._mover.is_dated(source))
+        write = Write(condition=condition, revise=self._mover.dating(source))
         return await self._store.copy(source, key, write)
 
     async def _copy_expected(
@@ -325,7 +325,7 @@ class CreateRemove(MountPart):
             try:
                 if meta is not None:
                     return source, await self._copy_described(source, key, condition, meta)
-                write = Write(condition=condition, keeps_mtime=not self._mover.is_dated(source))
+                write = Write(condition=condition, revise=self._mover.dating(source))
                 return source, await self._store.copy(source, key, write)
             except (NotFoundError, StaleVersionError) as error:
                 expected = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 
@@ -19,12 +20,13 @@ from fusefs.posix.nodes.object_metadata import SECOND_NS
 from fusefs.posix.tasks import for_each
 from fusefs.store.contract import Store, find
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError, UnreachableError
-from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Write
+from fusefs.store.interface import Condition, Expect, ObjectInfo, ObjectVersion, Revision, Write
 from fusefs.store.s3.head import sendable
 
 logger = logging.getLogger("fusefs.renaming")
 
-IsDated = Callable[[ObjectInfo], bool]
+# `Relocator.dating`.
+Dating = Callable[[ObjectInfo], Revision | None]
 
 # The most copies, or delete requests, at a time. A copy is a request or two; the store may have
 # fewer connections than this.
@@ -38,17 +40,18 @@ TRIES = 3
 class PrefixCopy:
     """The copies of all objects below the prefix `old` to keys below the prefix `new`.
 
-    `empty` is an empty file's fd, for markers. `is_dated` tells if an object's metadata is known to
-    hold the modification time. `sources` are the objects that were copied and `made` the copies,
-    by the old key; `total` counts the objects to copy. StoreError is raised if a request fails.
+    `empty` is an empty file's fd, for markers. `dating` returns the function that adds an object's
+    modification time to its copy's metadata. `sources` are the objects that were copied and `made`
+    the copies, by the old key; `total` counts the objects to copy. StoreError is raised if a
+    request fails.
     """
 
-    def __init__(self, store: Store, old: str, new: str, empty: int, is_dated: IsDated) -> None:
+    def __init__(self, store: Store, old: str, new: str, empty: int, dating: Dating) -> None:
         self._store = store
         self.old = old
         self.new = new
         self._empty = empty
-        self._is_dated = is_dated
+        self._dating = dating
         self.sources: dict[str, ObjectInfo] = {}
         self.made: dict[str, ObjectInfo] = {}
         self.total = 0
@@ -160,7 +163,7 @@ class PrefixCopy:
                 made = await self._make_marker(key, target)
             else:
                 source, made = await copy_current(
-                    self._store, source, target, self._is_dated, Expect(None)
+                    self._store, source, target, self._dating, Expect(None)
                 )
         except NotFoundError:
             self.total -= 1  # another client has removed it meanwhile
@@ -258,17 +261,16 @@ def _depth(info: ObjectInfo) -> int:
 
 
 async def copy_current(
-    store: Store, source: ObjectInfo, key: str, is_dated: IsDated, condition: Condition = None
+    store: Store, source: ObjectInfo, key: str, dating: Dating, condition: Condition = None
 ) -> tuple[ObjectInfo, ObjectInfo]:
     """Copy an object's latest version, with its mtime; return (the copied version, the copy)."""
-    write = Write(condition=condition, keeps_mtime=not is_dated(source))
     for _ in range(TRIES - 1):
-        try:
+        write = Write(condition=condition, revise=dating(source))
+        with suppress(StaleVersionError):
             return source, await store.copy(source, key, write)
-        except StaleVersionError:
-            logger.info("%s has been replaced: what is there now is copied", source.key)
+        logger.info("%s has been replaced: what is there now is copied", source.key)
         source = await store.head(source.key)
-        write = Write(condition=condition, keeps_mtime=True)
+    write = Write(condition=condition, revise=dating(source))
     return source, await store.copy(source, key, write)
 
 

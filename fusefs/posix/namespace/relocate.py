@@ -8,6 +8,7 @@ uploaded under the new keys, and listings show the new names.
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import islice
 
 import trio
@@ -18,9 +19,10 @@ from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.namespace.prefix_copy import PrefixCopy
 from fusefs.posix.nodes.inode_table import Copies, Inode
 from fusefs.posix.nodes.names import parent_of, split_entry
+from fusefs.posix.nodes.object_metadata import dated
 from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.write.staging import Staging
-from fusefs.store.interface import ObjectInfo, ObjectVersion
+from fusefs.store.interface import ObjectInfo, ObjectVersion, Revision
 
 # Cached files that are renamed before other tasks of the event loop get a turn.
 CACHED_AT_ONCE = 64
@@ -35,14 +37,16 @@ class Relocator(MountPart):
     def __init__(self, state: MountState, staging: Staging) -> None:
         super().__init__(state)
         self._staging = staging
+        self._dated = partial(dated, form=state.owner.form)
 
-    def is_dated(self, info: ObjectInfo) -> bool:
-        """True if an object's metadata is known to hold the file's modification time."""
+    def dating(self, info: ObjectInfo) -> Revision | None:
+        """Return the `Write.revise` that keeps a copied file's time; None if S3 keeps it anyway."""
         inode = self._inodes.at(info.key)
         if inode is None or inode.info is None or inode.info.version != info.version:
-            return False
+            return self._dated
         # A large object that was sent while it was written has no time in its metadata.
-        return inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
+        is_dated = inode.meta is not None and inode.meta.mtime_ns not in (None, inode.info.mtime_ns)
+        return None if is_dated else self._dated
 
     async def move_cached(self, moved: Copies) -> set[ObjectVersion]:
         """Assign each source's cached file to its copy; return the copies for which that failed."""

@@ -73,7 +73,7 @@ class NameChanges(CreateRemove):
         )
 
     def _copies(self, old: str, new: str) -> PrefixCopy:
-        return PrefixCopy(self._store, old, new, self._writer.empties.fd, self._mover.is_dated)
+        return PrefixCopy(self._store, old, new, self._writer.empties.fd, self._mover.dating)
 
     async def run(self) -> None:
         """Finish renames that no request waits for, until cancelled."""
@@ -378,7 +378,7 @@ class NameChanges(CreateRemove):
             if condition == IF_ABSENT:
                 with suppress(StaleVersionError):
                     return source, await self._copy_marked(source, key, condition)
-            return await copy_current(self._store, source, key, self._mover.is_dated, condition)
+            return await copy_current(self._store, source, key, self._mover.dating, condition)
         except ExistsError:
             self._correct(*new)
             raise

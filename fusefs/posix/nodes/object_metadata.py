@@ -30,7 +30,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
-from fusefs.store.fencing import CHANGE, CHANGE_SIZE, METADATA_LIMIT
+from fusefs.store.fencing import CHANGE, has_room
+from fusefs.store.interface import ObjectInfo
 from fusefs.store.s3.head import sendable
 
 # The permission bits that are read from a bucket, and written to it.
@@ -42,7 +43,6 @@ LONGEST_TARGET = 4095
 # Times lie between -MOST_NS and MOST_NS, the years from 1677 to 2262.
 MOST_NS = (1 << 63) - 1
 NONE_SET = frozenset(("mode", "uid", "gid"))
-_HEADER_PREFIX = "x-amz-meta-"
 _S3FS = ("mode", "uid", "gid", "mtime")
 _AWS = ("file-permissions", "file-owner", "file-group", "file-mtime")
 _READ = {*_S3FS, *_AWS, "xattr"}
@@ -86,20 +86,16 @@ class Meta:
 
     def as_metadata(self) -> dict[str, str]:
         metadata = dict(self.other)
-        mtime_ns = self.mtime_ns
         numbers = {"mode": self.mode, "uid": self.uid, "gid": self.gid}
         own = [name for name in numbers if name not in self.unset]
         if Form.S3FS in self.form:
             metadata |= {name: str(numbers[name]) for name in own}
-            if mtime_ns is not None:
-                seconds, rest = divmod(abs(mtime_ns), SECOND_NS)
-                metadata["mtime"] = f"{'-' if mtime_ns < 0 else ''}{seconds}.{rest:09}"
         if Form.AWS in self.form:
             values = (f"{self.mode:07o}", str(self.uid), str(self.gid))
             written = zip(numbers, _AWS, values, strict=False)
             metadata |= {key: value for name, key, value in written if name in own}
-            if mtime_ns is not None:
-                metadata["file-mtime"] = f"{mtime_ns}ns"
+        if self.mtime_ns is not None:
+            metadata |= _written_time(self.mtime_ns, self.form)
         if self.xattrs:
             metadata["xattr"] = _written(self.xattrs)
         return metadata
@@ -107,11 +103,7 @@ class Meta:
     @property
     def fits(self) -> bool:
         """True if the metadata is within S3's size limit."""
-        metadata = self.changed(
-            mtime_ns=0 if self.mtime_ns is None else self.mtime_ns
-        ).as_metadata()
-        size = sum(len(_HEADER_PREFIX) + len(name) + len(value) for name, value in metadata.items())
-        return size + len(_HEADER_PREFIX) + CHANGE_SIZE <= METADATA_LIMIT
+        return has_room(self.changed(mtime_ns=self.mtime_ns or 0).as_metadata())
 
 
 def process_default() -> Meta:
@@ -155,6 +147,32 @@ def read_time(metadata: Mapping[str, str]) -> int | None:
     """Read the modification time (ns since the epoch) from metadata; None if there is none."""
     known = _time(metadata.get("mtime"))
     return known if known is not None else _aws_time(metadata.get("file-mtime"))
+
+
+def dated(info: ObjectInfo, form: Form) -> dict[str, str] | None:
+    """Return an object's metadata with its time; None if they have a time or can't be sent.
+
+    The time gets the form of the attributes in the metadata, or `form` if there are none.
+    """
+    metadata = info.metadata or {}
+    if "mtime" in metadata or "file-mtime" in metadata:
+        return None
+    if "file-permissions" in metadata:
+        form = Form.AWS
+    elif "mode" in metadata:
+        form = Form.S3FS
+    metadata = {**metadata, **_written_time(info.mtime_ns, form)}
+    return metadata if metadata == sendable(metadata) else None
+
+
+def _written_time(mtime_ns: int, form: Form) -> dict[str, str]:
+    written = {}
+    if Form.S3FS in form:
+        seconds, rest = divmod(abs(mtime_ns), SECOND_NS)
+        written["mtime"] = f"{'-' if mtime_ns < 0 else ''}{seconds}.{rest:09}"
+    if Form.AWS in form:
+        written["file-mtime"] = f"{mtime_ns}ns"
+    return written
 
 
 def _octal(text: str | None) -> int | None:

@@ -368,14 +368,11 @@ class StoreAfterRemovals:
         self._removals = removals
         self.tokens = store.tokens
         self.unanswered = store.unanswered
-        # Requests about versions and multipart uploads need not wait for removals.
-        self.download = store.download
+        # Requests about multipart uploads need not wait for removals.
         self.confirm = store.confirm
         self.complete = store.complete
         self.abort_upload = store.abort_upload
         self.list_uploads = store.list_uploads
-        self.hurry = store.hurry
-        self.counters = store.counters
 
     async def list_page(self, prefix: str, **options: Any) -> ListPage:
         """Call `Store.list_page`, and leave out objects to be deleted; a page may become empty."""

@@ -143,7 +143,7 @@ class UploadSteps:
     def _condition(self, staged: StagedFile) -> Condition:
         if not self.is_careful(staged):
             return Expect(staged.etag)
-        return IF_ABSENT if staged.etag is None else IfMatch(staged.etag)
+        return IfMatch(staged.etag)
 
     def is_careful(self, staged: StagedFile) -> bool:
         """True if the upload must not replace an object of another client."""

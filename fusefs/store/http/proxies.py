@@ -22,15 +22,11 @@ from fusefs.store.errors import StoreError
 PORTS = {"http": 80, "https": 443}
 
 
-class ProxyError(StoreError):
-    """The proxy that the environment names can't be used."""
-
-
 def choose(url: str, environment: Mapping[str, str]) -> str | None:
     """Return the URL of the proxy for `url`, or None. A URL may have a password: don't log it.
 
     Raises:
-        ProxyError: the configured proxy can't be used.
+        StoreError: the configured proxy can't be used.
     """
 
     def value(name: str) -> str:
@@ -62,11 +58,11 @@ def _usable(proxy: str) -> str:
         parts = urlsplit(proxy)
         is_usable = parts.scheme in PORTS and parts.hostname and parts.port != 0
     except ValueError:  # of the address or the port
-        raise ProxyError(
+        raise StoreError(
             "the proxy of the environment is no URL; write it like http://proxy.example.org:3128"
         ) from None
     if not is_usable:
-        raise ProxyError(
+        raise StoreError(
             f"the proxy {shown(proxy)} can't be used: only those with http:// and https:// can;"
             " name the endpoint in NO_PROXY to do without"
         )

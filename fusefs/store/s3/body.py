@@ -83,9 +83,3 @@ def _pieces(body: FileBody) -> Iterator[memoryview]:
 def encoded(checksum: bytes) -> str:
     """Encode a checksum in base64, as S3 writes it."""
     return base64.b64encode(checksum).decode()
-
-
-def composed(checksums: list[str]) -> str:
-    """Compute S3's CRC32 of an object that is made of parts with these CRC32s."""
-    crc = crc32(b"".join(base64.b64decode(checksum) for checksum in checksums))
-    return f"{encoded(crc.to_bytes(4, 'big'))}-{len(checksums)}"

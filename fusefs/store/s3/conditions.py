@@ -31,16 +31,11 @@ NOT_TRIED = "not tried yet"
 T = TypeVar("T")
 
 
-def strict(etag: str | None) -> Strict:
-    """Return the condition that the key has an object with this ETag (None: no object)."""
-    return IF_ABSENT if etag is None else IfMatch(etag)
-
-
 def condition_headers(condition: Strict) -> dict[str, str]:
     """Return the headers of a condition, with names in lower case."""
-    if isinstance(condition, IfMatch):
-        return {"if-match": condition.etag}
-    return {"if-none-match": "*"} if condition == IF_ABSENT else {}
+    if condition is None:
+        return {}
+    return {"if-none-match": "*"} if condition.etag is None else {"if-match": condition.etag}
 
 
 class Fence:
@@ -113,7 +108,7 @@ class Fence:
         """
         etag = expected.etag
         for _ in range(ADOPTIONS):
-            condition = strict(etag)
+            condition = IfMatch(etag)
             try:
                 return await self.send(operation, condition, send)
             except ConflictError:
@@ -152,7 +147,7 @@ class Fence:
         try:
             return await send(condition)
         except ConflictError:
-            there = await self.find(key) if isinstance(condition, IfMatch) else None
+            there = await self.find(key) if condition not in (None, IF_ABSENT) else None
             if there is None or condition != IfMatch(there.etag):
                 raise
         return await send(IfMatch(there.etag.strip('"')))

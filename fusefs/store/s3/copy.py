@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import ConflictError, ExistsError, NotFoundError, StaleVersionError
-from fusefs.store.fencing import CHANGE_SIZE, METADATA_LIMIT
+from fusefs.store.fencing import has_room, without_token
 from fusefs.store.interface import (
     IF_ABSENT,
     PLAIN,
@@ -72,7 +72,7 @@ async def copy(
             return await _copy(fence, source, key, write, strict, log)
         except NotFoundError as error:
             # S3 does not say which of the two objects is missing.
-            if isinstance(strict, IfMatch) and await fence.find(key) is None:
+            if strict not in (None, IF_ABSENT) and await fence.find(key) is None:
                 raise ConflictError("the object to be replaced is gone") from error
             raise
 
@@ -96,57 +96,31 @@ async def _copy(
     if write.is_own and isinstance(source, ObjectInfo):  # no headers but a content type
         kept = {} if source.content_type is None else {"content-type": source.content_type}
         copied = replace(source, metadata=metadata)
-        return await _copy_whole(requester, copied, key, kept, condition)
+        return await _copy_whole(fence, copied, key, kept, condition)
     limit = LARGEST_COPY if multipart.is_mistakable(source.key) else COPY_LIMIT
     is_small = source.size <= limit
-    if isinstance(source, ObjectInfo) and is_small and metadata is None and not write.keeps_mtime:
-        return await _copy_whole(requester, source, key, None, condition)
+    if isinstance(source, ObjectInfo) and is_small and metadata is None and write.revise is None:
+        return await _copy_whole(fence, source, key, None, condition)
     info, headers = await head.head(requester, source.key, writing)
     version = source.version if isinstance(source, ObjectInfo) else source
     if info.version != version:
         raise StaleVersionError("the object has been replaced")
-    if metadata is None and write.keeps_mtime:
-        metadata = _dated(info, is_aws=requester.settings.write_options.is_aws_form)
-        if metadata is not None and _has_room(metadata):
+    if metadata is None:
+        revised = write.revise(info) if write.revise is not None else None
+        if revised is None and is_small:
+            return await _copy_whole(fence, info, key, None, condition)
+        # Other objects may have the source's token, by which an upload would take them for its own.
+        metadata = without_token(revised or info.metadata or {})
+        if has_room(metadata):
             metadata = write._replace(metadata=metadata).stamped()
-    if metadata is None and is_small:
-        return await _copy_whole(requester, info, key, None, condition)
-    copied = info if metadata is None else replace(info, metadata=dict(metadata))
+    copied = replace(info, metadata=dict(metadata))
     kept = {name: headers[name] for name in _KEPT if name in headers}
     if is_small:
-        return await _copy_whole(requester, copied, key, kept, condition)
+        return await _copy_whole(fence, copied, key, kept, condition)
     kept["x-amz-storage-class"] = copied.storage_class
     if headers.get("x-amz-tagging-count", "0") != "0":
         kept["x-amz-tagging"] = await _tagging(requester, source.key)
-    described = dict(copied.metadata or {})
-    return await multipart.copy(fence, version, key, kept, described, condition, log)
-
-
-def _dated(info: ObjectInfo, *, is_aws: bool) -> dict[str, str] | None:
-    """Return an object's metadata with its mtime added.
-
-    None if the metadata has an mtime already, or an entry that can't be sent. The mtime has the
-    form of the attributes in the metadata; without any, AWS's if `is_aws`, else s3fs's.
-    """
-    metadata = info.metadata or {}
-    if "mtime" in metadata or "file-mtime" in metadata:
-        return None
-    if "file-permissions" in metadata or (is_aws and "mode" not in metadata):
-        dated = {**metadata, "file-mtime": f"{info.mtime_ns}ns"}
-    else:
-        seconds, rest = divmod(info.mtime_ns, head.SECOND_NS)
-        dated = {**metadata, "mtime": f"{seconds}.{rest:09}"}
-    try:
-        head.check(dated)
-    except ValueError:
-        return None  # the present metadata can't be sent again
-    return dated
-
-
-def _has_room(metadata: Mapping[str, str]) -> bool:
-    """True if S3's limit leaves room for a token in `metadata`, which others may have filled."""
-    size = sum(len(head.META) + len(name) + len(value) for name, value in metadata.items())
-    return size + len(head.META) + CHANGE_SIZE <= METADATA_LIMIT
+    return await multipart.copy(fence, version, key, kept, dict(metadata), condition, log)
 
 
 async def _tagging(requester: Requester, key: str) -> str:
@@ -156,7 +130,7 @@ async def _tagging(requester: Requester, key: str) -> str:
 
 
 async def _copy_whole(
-    requester: Requester,
+    fence: Fence,
     source: ObjectInfo,
     key: str,
     kept: Mapping[str, str] | None,
@@ -167,7 +141,7 @@ async def _copy_whole(
     The copy has the headers `kept` and the metadata of `source`; if `kept` is None, S3 copies both.
     """
     headers = {
-        "x-amz-copy-source": head.copy_source(requester.settings.bucket, source.key),
+        "x-amz-copy-source": head.copy_source(fence.requester.settings.bucket, source.key),
         "x-amz-copy-source-if-match": source.etag,
         "x-amz-metadata-directive": "COPY" if kept is None else "REPLACE",
         "x-amz-storage-class": source.storage_class,
@@ -196,22 +170,16 @@ async def _copy_whole(
 
     try:
         call = Call("COPY", "PUT", key, headers=headers)
-        return await requester.send(call, accept, priority=writing)
+        return await fence.requester.send(call, accept, priority=writing)
     except StaleVersionError as error:
         # S3 does not say for which of the two objects a condition failed.
-        may_be_done = error.may_be_done
-        if condition is None and not (key == source.key and may_be_done):
+        if condition is None and not (key == source.key and error.may_be_done):
             raise
-        try:
-            there = (await head.head(requester, key, writing))[0]
-        except NotFoundError:
-            if isinstance(condition, IfMatch):
-                raise ConflictError("the object to be replaced is gone") from error
-            raise error from None
-        if may_be_done and has_made(there):
+        there = await fence.find(key)
+        if there is not None and error.may_be_done and has_made(there):
             return there
-        if condition in (None, IfMatch(there.etag)):
+        if condition in (None, IfMatch(there.etag if there is not None else None)):
             raise  # the source has been replaced
         if condition == IF_ABSENT:
             raise ExistsError(f"{key}: there is an object already") from error
-        raise ConflictError("the object has been replaced") from error
+        raise ConflictError("the object is another one, or gone") from error

@@ -25,6 +25,7 @@ from fusefs.store.errors import (
     UnreachableError,
     UnsupportedError,
 )
+from fusefs.store.fencing import META
 from fusefs.store.interface import (
     LARGE,
     NewFile,
@@ -35,7 +36,7 @@ from fusefs.store.interface import (
     demanded,
 )
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.head import META, parse_head
+from fusefs.store.s3.head import parse_head
 from fusefs.store.s3.requester import Requester
 
 logger = logging.getLogger("fusefs.store")
@@ -156,17 +157,15 @@ class RangeDownload:
         self.headers = answer.headers
         if not self.is_whole_and_small:
             return
-        name = checksum.mismatch(answer.headers, self._read, self._sums[0][2])
+        # The file is in the page cache.
+        content = partial(os.pread, self.fd, self.stop, 0)
+        name = checksum.mismatch(answer.headers, content, self._sums[0][2])
         if name is not None:
             sentence = f"what arrived has another {name} than the object"
             raise AttemptError(
                 Failure(UnreachableError, sentence, is_retryable=True, longest_s=WRONG_BYTES_S)
             )
         self._take(self.stop, self._sums)
-
-    def _read(self) -> bytes:
-        """Return the content of a small whole object from the file, which is in the page cache."""
-        return os.pread(self.fd, self.stop, 0)
 
     # --- progress of the attempts ---------------------------------------------------
 

@@ -8,19 +8,16 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
-from fusefs.store.checksum import ASKING
-from fusefs.store.errors import AttemptError, Failure, NotFoundError, UnreachableError
-from fusefs.store.fencing import ChangeToken
+from fusefs.store.errors import AttemptError, Failure, UnreachableError
+from fusefs.store.fencing import META
 from fusefs.store.interface import ObjectInfo, Urgency, demanded
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import quoted, size_of, usable, whole_seconds
 from fusefs.store.s3.requester import Requester
 
-META = "x-amz-meta-"
 SECOND_NS = 1_000_000_000
 # S3's content type of objects that were stored without one.
 UNTYPED = "binary/octet-stream"
-NO_HEADERS: Mapping[str, str] = {}
 _KEY = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
 
@@ -60,42 +57,18 @@ def now_ns() -> int:
 
 
 async def head(
-    requester: Requester,
-    key: str,
-    priority: Urgency = demanded,
-    headers: Mapping[str, str] = NO_HEADERS,
+    requester: Requester, key: str, priority: Urgency = demanded
 ) -> tuple[ObjectInfo, Mapping[str, str]]:
-    """Send a HEAD with more `headers`; return the object, and the answer's headers (lower case).
+    """Send a HEAD; return the object, and the answer's headers (names in lower case).
 
     Raises:
         NotFoundError: there is no such object.
     """
     return await requester.send(
-        Call("HEAD", "HEAD", key, headers=headers),
+        Call("HEAD", "HEAD", key),
         lambda answer: (parse_head(key, answer.headers), answer.headers),
         priority=priority,
     )
-
-
-async def find(
-    requester: Requester, key: str, size: int, metadata: Mapping[str, str], checksum: str
-) -> ObjectInfo | None:
-    """Return the object at `key` if a certain write made it, else None.
-
-    The write had this size and metadata. The metadata's token and the size decide; without a token,
-    size, metadata and `checksum` (S3's CRC32 in base64) do.
-
-    Raises:
-        StoreError: S3 gave no usable answer.
-    """
-    try:
-        info, headers = await head(requester, key, headers=ASKING)
-    except NotFoundError:
-        return None
-    if (token := ChangeToken.parse(metadata)) is not None:
-        return info if info.token == token and info.size == size else None
-    is_same = headers.get("x-amz-checksum-crc32") == checksum
-    return info if is_same and (info.size, info.metadata) == (size, dict(metadata)) else None
 
 
 def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:

@@ -5,17 +5,18 @@ that completes the upload, so that S3 refuses parts that this process did not se
 that another process sent count only after they have been compared with the file.
 
 If the answer to the completing request is lost, a HEAD of the key shows the result: the object is
-this upload's if its size and its token (fencing.py) are; without a token, if its size, its composed
-checksum and its metadata are.
+this upload's if its size and its token (fencing.py) are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -48,7 +49,7 @@ from fusefs.store.interface import (
 )
 from fusefs.store.s3 import documents, head
 from fusefs.store.s3.address import Call
-from fusefs.store.s3.body import composed, sums_of_body
+from fusefs.store.s3.body import sums_of_body
 from fusefs.store.s3.conditions import Fence, condition_headers
 from fusefs.store.s3.list import quoted, text_of
 from fusefs.store.s3.requester import Requester
@@ -68,7 +69,6 @@ ALIKE = 1_000
 LARGEST = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
 class Schedule:
     """The offsets and sizes of a file's parts, counted from 1; the first ones have `first` bytes.
 
@@ -77,30 +77,24 @@ class Schedule:
     parts of a file of 8 GB have the first size.
     """
 
-    first: int
+    def __init__(self, first: int) -> None:
+        # The size of the parts of each thousand, and the offset at which the thousand begins.
+        self._sizes = [min(first << thousand, LARGEST) for thousand in range(MOST_PARTS // ALIKE)]
+        self._starts = [0, *accumulate(ALIKE * size for size in self._sizes)]
 
     def size_of(self, number: int) -> int:
         """Return the size of any part but the last; a ValueError if `number` is not 1 to 10,000."""
         if not 1 <= number <= MOST_PARTS:
             raise ValueError(f"there is no part {number}")
-        return self._size_in((number - 1) // ALIKE)
-
-    def start_of(self, number: int) -> int:
-        """Return the offset of a part."""
-        group, behind = divmod(number - 1, ALIKE)
-        size = self.size_of(number)
-        return sum(ALIKE * self._size_in(one) for one in range(group)) + behind * size
+        return self._sizes[(number - 1) // ALIKE]
 
     def part_at(self, offset: int) -> int:
         """Return the number of the part with this byte; a ValueError beyond the last part."""
-        number = 1
-        for group in range(MOST_PARTS // ALIKE):
-            size = self._size_in(group)
-            if offset < ALIKE * size:
-                return number + offset // size
-            offset -= ALIKE * size
-            number += ALIKE
-        raise ValueError("the file is too large for S3")
+        if offset >= self._starts[-1]:
+            raise ValueError("the file is too large for S3")
+        thousand = bisect_right(self._starts, offset) - 1
+        behind = offset - self._starts[thousand]
+        return thousand * ALIKE + behind // self._sizes[thousand] + 1
 
     def count(self, size: int) -> int:
         """Return the number of parts of a file of `size` bytes."""
@@ -108,13 +102,11 @@ class Schedule:
 
     def range_of(self, number: int, size: int) -> tuple[int, int]:
         """Return a part's bytes [start, stop); a ValueError if the file has no such part."""
-        start = self.start_of(number)
+        length, (thousand, behind) = self.size_of(number), divmod(number - 1, ALIKE)
+        start = self._starts[thousand] + behind * length
         if start >= size:
             raise ValueError(f"a file of {size} bytes has no part {number}")
-        return start, min(start + self.size_of(number), size)
-
-    def _size_in(self, group: int) -> int:
-        return min(self.first << group, LARGEST)
+        return start, min(start + length, size)
 
 
 class Upload:
@@ -128,6 +120,7 @@ class Upload:
         self._fence = fence
         self._requester = fence.requester
         self._state = state._replace(parts=())
+        self._token = ChangeToken.parse(state.metadata)
         self._schedule = Schedule(state.part_size)
         self.part_at = self._schedule.part_at
         self.part_range = self._schedule.range_of
@@ -253,9 +246,8 @@ class Upload:
             raise ValueError(f"{len(missing)} parts are missing")
         if not isinstance(condition, Expect):
             return await self._complete(size, condition)
-        key, token = self._state.key, ChangeToken.parse(self._state.metadata)
-        send = partial(self._complete, size)
-        return await self._fence.over(key, condition, token, "CompleteMultipartUpload", send)
+        key, operation, send = self._state.key, "CompleteMultipartUpload", self._complete
+        return await self._fence.over(key, condition, self._token, operation, partial(send, size))
 
     async def _complete(self, size: int, condition: Strict) -> ObjectInfo:
         if self._object is not None and self._object.size == size:
@@ -285,13 +277,13 @@ class Upload:
             etag = await self._requester.send(call, accept, condition=condition, judge=judge)
         except StoreError as error:
             may_be_done |= error.may_be_done
-            self._object = await self._seen(used) if may_be_done else None
+            self._object = await self._seen(size) if may_be_done else None
             if self._object is None:
                 raise
         else:
             # If the object can't be seen, it may have been replaced already.
             key, storage_class = self._state.key, self._requester.storage_class
-            self._object = await self._seen(used) or ObjectInfo(
+            self._object = await self._seen(size) or ObjectInfo(
                 key, size, etag, head.now_ns(), storage_class, metadata=self._state.metadata
             )
         return self._object
@@ -304,18 +296,18 @@ class Upload:
             return error.failure.kind is NotFoundError
         return False
 
-    async def _seen(self, parts: list[Part]) -> ObjectInfo | None:
-        """Return the object if made of `parts`; None if not, or if S3 gives no usable answer."""
+    async def _seen(self, size: int) -> ObjectInfo | None:
+        """Return the object of `size` bytes made by this upload; None if S3 does not show it."""
         with suppress(StoreError):
-            return await self._find(parts)
+            found = await self._find()
+            return found if found is not None and found.size == size else None
         return None
 
-    async def _find(self, parts: list[Part]) -> ObjectInfo | None:
-        """Return the object at the upload's key if this upload made it of `parts`, else None."""
-        state = self._state
-        size = sum(part.size for part in parts)
-        checksum = composed([part.checksum for part in parts])
-        return await head.find(self._requester, state.key, size, state.metadata, checksum)
+    async def _find(self) -> ObjectInfo | None:
+        """Return the object at the upload's key if this upload made it, else None."""
+        found = await self._fence.find(self._state.key)
+        is_own = found is not None and self._token is not None and found.token == self._token
+        return found if is_own else None
 
     async def discover(self) -> None:
         """Find out which parts of the upload the bucket has, or that the upload was completed.
@@ -343,15 +335,12 @@ class Upload:
         Raises:
             NotFoundError: the key has no object that was made of these parts.
         """
-        info, _ = await head.head(self._requester, self._state.key)
-        size = info.size
-        parts = [recorded.get(number) for number in range(1, self.part_count(size) + 1)]
-        used = [part for part in parts if part is not None and self._fits(part, size)]
-        if len(used) == len(parts):
-            self._object = await self._find(used)
-        if self._object is None:
+        found = await self._find()
+        size = 0 if found is None else found.size
+        used = {number: part for number, part in recorded.items() if self._fits(part, size)}
+        if not used or len(used) < self.part_count(size):
             raise NotFoundError("the upload has been aborted")
-        self._unverified = {part.number: part for part in used}
+        self._object, self._unverified = found, used
 
     async def _list_parts(self) -> list[Part]:
         """Return the upload's parts that the bucket has."""

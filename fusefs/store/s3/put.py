@@ -105,8 +105,7 @@ async def _send(
     try:
         return await requester.send(call, accept, priority=writing, condition=condition)
     except ConflictError as error:
-        if error.may_be_done:
-            info = await head.find(requester, key, size, metadata, sums.crc32)
-            if info is not None:
-                return info
-        raise
+        there = await fence.find(key) if error.may_be_done else None
+        if there is None or there.token != write.token:
+            raise
+        return there

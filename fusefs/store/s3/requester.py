@@ -43,7 +43,7 @@ from fusefs.store.errors import (
     region_of,
 )
 from fusefs.store.http import redirects
-from fusefs.store.interface import IF_ABSENT, IfMatch, Strict, Urgency, demanded
+from fusefs.store.interface import IF_ABSENT, Strict, Urgency, demanded
 from fusefs.store.s3.access import Access, AccessSource
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import list_call
@@ -54,17 +54,9 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
 
-_OTHER_RANGE = "S3 sent another range than the requested one"
-_OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compressed?)"
-_NOT_THE_OBJECT = {
-    "etag": Failure(StaleVersionError, "the object has been replaced"),
-    # Perhaps a proxy's mistake, so a retry may help.
-    "range": Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0),
-    "size": Failure(StoreError, _OTHER_SIZE),
-}
 _UNSENDABLE = Failure(StoreError, "no header of a request can say that")
 _TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
-_LOCAL = ("sink-full", "sink-failed", "source-failed")
+_LOCAL = ("sink-failed", "source-failed")
 
 T = TypeVar("T")
 
@@ -203,7 +195,10 @@ class Requester:
         self._last_explained = self._timed_out = -math.inf
 
     def counters(self) -> dict[str, int]:
-        """Return the numbers of requests and bytes so far, and of allowed connections, by name."""
+        """Return the numbers of requests and bytes since the start, by their names in `status`.
+
+        `connections` is not a sum: it is the number of requests that may run at once now.
+        """
         return {
             **{name: self.counted[name] for name in _SHOWN},
             "connections": self.connections.allowed,
@@ -433,7 +428,7 @@ def _cause_of_pause(operation: str, failure: Failure) -> int:
 
 def for_condition(failure: Failure, condition: Strict) -> Failure:
     """Return the failure, as a ConflictError if `condition` did not hold."""
-    is_gone = isinstance(condition, IfMatch) and failure.code == "NoSuchKey"
+    is_gone = condition != IF_ABSENT and failure.code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
         return failure
     if condition == IF_ABSENT:
@@ -475,8 +470,6 @@ def failure_of(
         if not completion.errno:
             return _TOO_SHORT
         raise OSError(completion.errno, os.strerror(completion.errno))
-    if error in _NOT_THE_OBJECT:
-        return _NOT_THE_OBJECT[error]
     return unreachable.of_engine(completion, address.origin, address.route.proxy)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fusefs.settings.types import AttributeForm, Encryption
+from fusefs.settings.types import Encryption
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.errors import Failure, MisconfiguredError, UnsupportedError
 
@@ -25,25 +25,19 @@ DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Options of new objects; None leaves a choice to the bucket. `kms_key`: id, ARN or alias.
-
-    With `is_aws_form`, a copy records the source's modification time in the metadata as AWS's
-    services do, not as s3fs does.
-    """
+    """Options of new objects; None leaves a choice to the bucket. `kms_key`: id, ARN or alias."""
 
     storage_class: str | None = None
     encryption: str | None = None
     kms_key: str | None = None
     acl: str | None = None
-    is_aws_form: bool = False
 
     @classmethod
     def of(cls, settings: MountSettings) -> WriteOptions:
         """Return the options that a mount's settings choose."""
         # A KMS key without an encryption implies SSE-KMS.
         encryption = settings.encryption or (Encryption.KMS if settings.kms_key else None)
-        is_aws_form = settings.attribute_form is AttributeForm.AWS
-        return cls(settings.storage_class, encryption, settings.kms_key, settings.acl, is_aws_form)
+        return cls(settings.storage_class, encryption, settings.kms_key, settings.acl)
 
     def headers(self) -> dict[str, str]:
         """Return the options' headers, with names in lower case."""

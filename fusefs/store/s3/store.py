@@ -36,7 +36,6 @@ from fusefs.store.s3.list import list_call, parse
 from fusefs.store.s3.requester import Requester
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.sorted_listing import SortedListings, is_in_order
-from fusefs.telemetry.s3_requests import S3_REQUESTS, S3Requests
 
 CHECK_TIME_S = 5.0
 
@@ -45,15 +44,11 @@ class S3Store:
     """One bucket; implements `fusefs.store.contract.Store`."""
 
     def __init__(
-        self,
-        settings: S3Settings,
-        engine: Engine,
-        requests: S3Requests = S3_REQUESTS,
-        described: Described = lambda _info: None,
+        self, settings: S3Settings, engine: Engine, described: Described = lambda _info: None
     ) -> None:
-        """`requests` counts requests; `described` gets objects whose metadata a GET has shown."""
+        """`described` gets objects whose metadata a GET has shown."""
         self.settings = settings
-        self.requester = requester = Requester(settings, engine, requests)
+        self.requester = requester = Requester(settings, engine)
         self.unanswered = UnansweredChanges()
         self.fence = fence = Fence(requester)
         self.tokens = fence.tokens
@@ -192,4 +187,4 @@ async def open_store(
     An exception of the block is raised as it is, not in a group.
     """
     async with open_engine(settings.max_connections) as engine:
-        yield S3Store(settings, engine, described=described)
+        yield S3Store(settings, engine, described)

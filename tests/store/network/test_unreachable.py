@@ -22,7 +22,7 @@ def _completion(error: str, **known: Any) -> Completion:
     """The end of a request that got no answer."""
     values = {"errno": 0, "proxy_status": 0, "detail": "", **known}
     errno, proxy_status, detail = values["errno"], values["proxy_status"], values["detail"]
-    fields = (0, {}, b"", 0, error, errno, proxy_status, detail, False, 0.0, 0.0, 0.0)
+    fields = (0, {}, b"", 0, error, errno, proxy_status, detail, 0.0, 0.0, 0.0)
     return Completion(*fields)
 
 

@@ -3,15 +3,15 @@
 import pytest
 
 from fusefs.store.errors import ExistsError, NotFoundError, StaleVersionError, UnsupportedError
-from fusefs.store.fencing import without_token
-from fusefs.store.interface import IF_ABSENT, ObjectInfo, ObjectVersion, Write
+from fusefs.store.fencing import CHANGE, without_token
+from fusefs.store.interface import IF_ABSENT, Expect, ObjectInfo, ObjectVersion, Revision, Write
 from fusefs.store.s3 import copy, multipart
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import MakeFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_writing import KEYS, METADATA, PART, digest, opened, put
+from tests.support.store_writing import KEYS, METADATA, PART, REVISE, digest, opened, put
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "in parts"])
@@ -115,31 +115,41 @@ async def test_another_version_than_the_named_one_is_not_copied(
 
 
 @pytest.mark.usefixtures("copied_in_parts")
+async def test_copies_are_told_apart(direct: S3Store, bucket: Bucket, make_file: MakeFile) -> None:
+    """Other clients write other contents with the same token."""
+    for file in (make_file(2 * PART), make_file(2 * PART)):
+        etag = bucket.put("source", file.data, Metadata={CHANGE: f"{1:016}-1"})
+        version = ObjectVersion("source", etag, file.size)
+        await direct.copy(version, "copy", Write(condition=Expect(None)))
+        assert stored(bucket, "copy") == file.data
+
+
+@pytest.mark.usefixtures("copied_in_parts")
 async def test_where_there_was_to_be_nothing_nothing_is_replaced(
     direct: S3Store, bucket: Bucket, make_file: MakeFile
 ) -> None:
     file = make_file(2 * PART)
     source = await put(direct, "source", file)
     await put(direct, "there", make_file(5))
-    for keeps_mtime in (True, False):
+    for revise in (REVISE, None):
         with pytest.raises(ExistsError):
-            await direct.copy(source, "there", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
+            await direct.copy(source, "there", Write(revise=revise, condition=IF_ABSENT))
     await direct.copy(source, "new", Write(condition=IF_ABSENT))
     assert len(stored(bucket, "there")) == 5
     assert stored(bucket, "new") == file.data
 
 
-@pytest.mark.parametrize("keeps_mtime", [True, False])
+@pytest.mark.parametrize("revise", [REVISE, None])
 async def test_a_copy_whose_answer_was_lost_is_not_in_its_own_way(
-    store: S3Store, bucket: Bucket, faulty: FaultyS3, keeps_mtime: bool
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, revise: Revision | None
 ) -> None:
     etag = bucket.put("source", b"x")
     faulty.add("COPY", lose_answer=True, times=1)
     source = ObjectInfo("source", 1, etag, 0)
-    await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
+    await store.copy(source, "copy", Write(revise=revise, condition=IF_ABSENT))
     assert len(faulty.requests("COPY")) == 2
     with pytest.raises(ExistsError):
-        await store.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=IF_ABSENT))
+        await store.copy(source, "copy", Write(revise=revise, condition=IF_ABSENT))
 
 
 async def test_a_store_without_conditions_of_copies_copies(

@@ -17,7 +17,7 @@ from fusefs.store.s3.store import S3Store
 from tests.support.machine.local_file import LocalFile
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
-from tests.support.store_writing import METADATA, PART, each_way, put
+from tests.support.store_writing import METADATA, PART, REVISE, each_way, put
 
 MakeFile = Callable[[int], LocalFile]
 
@@ -151,8 +151,8 @@ async def test_a_copy_goes_over_what_is_there_by_then(
     source = await put(direct, "source", file)
     for expected in (Expect(None), Expect('"0123"')):
         bucket.put("copy", b"theirs")
-        for keeps_mtime in (False, True):
-            await direct.copy(source, "copy", Write(keeps_mtime=keeps_mtime, condition=expected))
+        for revise in (None, REVISE):
+            await direct.copy(source, "copy", Write(revise=revise, condition=expected))
             assert stored(bucket, "copy") == file.data
     bucket.delete("copy")
     await direct.copy(source, "copy", Write(condition=Expect('"0123"')))

@@ -144,7 +144,7 @@ class ThrottlingEngine:
         await trio.lowlevel.checkpoint()
         self.sent += 1
         status = 503 if self.sent == 1 else 200
-        return Completion(status, {}, b"", 0, None, 0, 0, "", False, 0.0, 0.1, 0.1)
+        return Completion(status, {}, b"", 0, None, 0, 0, "", 0.0, 0.1, 0.1)
 
 
 async def test_the_wait_for_other_requests_leaves_time_to_try_again(

@@ -290,6 +290,6 @@ async def test_a_page_without_entries_is_not_the_end(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("encoding", ["Shift_JIS", "none"])
 def test_a_document_in_an_odd_encoding_is_no_result(encoding: str) -> None:
     body = f'<?xml version="1.0" encoding="{encoding}"?><CopyObjectResult/>'.encode()
-    answer = Completion(200, {}, body, 0, None, 0, 0, "", False, 0, 0, 0)
+    answer = Completion(200, {}, body, 0, None, 0, 0, "", 0, 0, 0)
     with pytest.raises(AttemptError, match="did not say what it did"):
         documents.read(answer, "CopyObjectResult")

@@ -17,7 +17,7 @@ from fusefs.posix.namespace.relocate import Relocator
 from fusefs.settings.mount import MountSettings, MountSource
 from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectInfo
-from tests.support.local_cache import FRESH, LIST, WideBucket, cache_in, info, jobs_in
+from tests.support.local_cache import FRESH, LIST, Bucket, cache_in, info, jobs_in
 from tests.support.semantics import states
 from tests.support.waiting import eventually
 
@@ -30,7 +30,7 @@ def faulty(what: str, _key: str) -> None:
 async def test_a_fault_ends_a_job_and_not_each_daemon_that_finds_it_on_record(
     tmp_path: Path,
 ) -> None:
-    bucket = WideBucket(["a"])
+    bucket = Bucket(["a"])
     bucket.before = faulty
     async with jobs_in(tmp_path, bucket) as jobs:
         job = await jobs.warmer.start(JobSpec("a"))
@@ -45,7 +45,7 @@ async def test_a_fault_ends_a_job_and_not_each_daemon_that_finds_it_on_record(
 async def test_the_catalog_is_asked_for_many_cached_files_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = WideBucket([f"dir/{number:02}" for number in range(60)])
+    bucket = Bucket([f"dir/{number:02}" for number in range(60)])
     versions = {key: info(key).version for key in bucket.keys}
     async with jobs_in(tmp_path, bucket) as jobs:
         cache, queries = jobs.parts.cache, []
@@ -78,7 +78,7 @@ async def test_what_was_pinned_stays_so_when_the_clock_is_set_back_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ["dir/a", "dir/b"]
-    bucket = WideBucket(keys)
+    bucket = Bucket(keys)
     async with jobs_in(tmp_path, bucket) as jobs:
         bucket.hold()
         job = await jobs.warmer.start(JobSpec("dir", is_pinned=True))
@@ -96,7 +96,7 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
     tmp_path: Path,
 ) -> None:
     keys = ["dir/a", "dir/b"]
-    bucket = WideBucket(keys)
+    bucket = Bucket(keys)
     async with jobs_in(tmp_path, bucket) as jobs, cache_in(tmp_path / "cache") as other:
         parts = jobs.parts
         for key in keys:
@@ -118,7 +118,7 @@ async def test_what_another_mount_has_evicted_is_shown_as_missing_and_fetched_ag
 
 
 async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: Path) -> None:
-    bucket = WideBucket(["dir/a", "dir/b"])
+    bucket = Bucket(["dir/a", "dir/b"])
     async with jobs_in(tmp_path, bucket) as jobs, cache_in(tmp_path / "cache") as other:
         for key in bucket.keys:
             await jobs.parts.fetch(info(key).version)
@@ -133,7 +133,7 @@ async def test_what_another_mount_has_open_is_counted_once_by_a_drop(tmp_path: P
 
 
 async def test_an_empty_file_is_as_local_as_any_that_was_fetched(tmp_path: Path) -> None:
-    class WithAnEmptyOne(WideBucket):
+    class WithAnEmptyOne(Bucket):
         def _listed(self, key: str) -> ObjectInfo:
             return replace(info(key), size=0 if key.endswith("empty") else 1)
 
@@ -168,13 +168,14 @@ async def test_a_slow_cluster_cache_does_not_keep_a_job_from_fetching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_warmer, "MOST_UNSTORED", 4)
-    bucket = WideBucket([f"key-{number:02}" for number in range(20)])
+    bucket = Bucket([f"key-{number:02}" for number in range(20)])
     settings = MountSettings(
         source=MountSource("bucket"), mountpoint=tmp_path / "mnt", cache_dir=tmp_path
     )
     store, filler = cast(Any, bucket), SlowFiller()
     heads = cast(Any, SimpleNamespace(lacks_version=lambda _info: False))
     async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
+        parts.downloader.most_small = 8
         warmer = CacheWarmer(
             store, parts.cache, parts.downloader, settings, Selector(store, ""), cast(Any, filler)
         )
@@ -201,7 +202,7 @@ async def test_what_is_unpinned_while_it_is_being_pinned_stays_so(
     tmp_path: Path, path: str
 ) -> None:
     keys = [f"d/{number:03}/f" for number in range(200)] + ["e/f"]
-    bucket = WideBucket(keys, page_size=2)
+    bucket = Bucket(keys, page_size=2)
     spec = JobSpec(path, is_pinned=True, list_name=LIST if path == "list" else "")
     async with jobs_in(tmp_path, bucket) as jobs:
         await jobs.warmer.append(LIST, 0, "\n".join(keys) + "\n")
@@ -225,7 +226,7 @@ async def test_what_is_unpinned_while_it_is_being_pinned_stays_so(
 
 async def test_a_list_counts_each_file_once_where_a_request_fails(tmp_path: Path) -> None:
     keys = [f"d/{number:03}" for number in range(40)]
-    bucket = WideBucket(keys)
+    bucket = Bucket(keys)
 
     def refuse(what: str, key: str) -> None:
         if what == "LIST" or (what == "HEAD" and key == keys[1]):
@@ -242,7 +243,7 @@ async def test_a_list_counts_each_file_once_where_a_request_fails(tmp_path: Path
 
 
 async def test_a_line_of_what_the_mount_does_not_show_is_named(tmp_path: Path) -> None:
-    async with jobs_in(tmp_path, WideBucket(["a//b", "c", "e/f"])) as jobs:
+    async with jobs_in(tmp_path, Bucket(["a//b", "c", "e/f"])) as jobs:
         await jobs.warmer.append(LIST, 0, "a//b\nc\ne\n")
         job = await jobs.warmer.start(JobSpec("list", list_name=LIST))
         await job.ended.wait()
@@ -252,7 +253,7 @@ async def test_a_line_of_what_the_mount_does_not_show_is_named(tmp_path: Path) -
 
 @pytest.mark.parametrize("pattern", [".*", "*", "**"])
 async def test_no_pattern_unpins_the_whole_mount(tmp_path: Path, pattern: str) -> None:
-    async with jobs_in(tmp_path, WideBucket(["a"])) as jobs:
+    async with jobs_in(tmp_path, Bucket(["a"])) as jobs:
         retention = jobs.parts.cache.retention
         await retention.add([""])
         unpinning = jobs.copies.unpinning(pattern, is_new=True)
@@ -262,7 +263,7 @@ async def test_no_pattern_unpins_the_whole_mount(tmp_path: Path, pattern: str) -
 
 async def test_a_path_that_no_key_can_be_is_not_there(tmp_path: Path) -> None:
     path = "\udcff"  # as Python shows such a byte of the command line
-    async with jobs_in(tmp_path, WideBucket(["a"])) as jobs:
+    async with jobs_in(tmp_path, Bucket(["a"])) as jobs:
         await jobs.parts.cache.retention.add(["a"])
         unpinning = jobs.copies.unpinning(path, is_new=True)
         await unpinning.ended.wait()

@@ -12,7 +12,7 @@ from tests.support.local_cache import (
     LIST,
     NEXT_DAEMON,
     NO_ATTRIBUTES,
-    WideBucket,
+    Bucket,
     cache_in,
     info,
     warmer_of,
@@ -23,7 +23,7 @@ KEYS = [f"key-{number}" for number in range(20)]
 
 async def test_a_list_of_two_jobs_stays_until_both_have_ended(tmp_path: Path) -> None:
     """Of the one that is left the next daemon takes it up."""
-    bucket = WideBucket(KEYS)
+    bucket = Bucket(KEYS)
     async with cache_in(tmp_path / "cache", bucket=bucket) as parts:
         for key in filter(Shard(0, 2).has, KEYS):
             await parts.fetch(info(key).version)
