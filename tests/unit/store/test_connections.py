@@ -327,3 +327,17 @@ async def test_readers_of_small_files_wait_little_longer_beside_a_reader_of_a_la
         return statistics.median(waited)
 
     assert await median_s(64) <= 2 * await median_s(0)
+
+
+async def test_a_turn_that_comes_before_its_timer_runs_is_not_missed(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Late:
+        def start_soon(self, work: Callable[[], object]) -> None:
+            autojump_clock.jump(5.0)
+            nursery.start_soon(work)
+
+    budget = await limited(cast(trio.Nursery, Late()), 1, 1.0)
+    with trio.fail_after(60):
+        async with budget.lease(demand):
+            pass
