@@ -340,9 +340,9 @@ class UnansweredChanges:
         """True if an unanswered change may have removed or replaced the object at `key`."""
         return False
 
-    def expected_below(self, prefix: str) -> list[ObjectInfo]:
-        """Return the objects that should be below a prefix, but late requests may have undone."""
-        return []
+    def expected_below(self, prefix: str) -> dict[str, ObjectInfo | None]:
+        """Return what should be at keys that late requests may have changed (None: no object)."""
+        return {}
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
         """Return the keys below a prefix whose last change got no answer."""

@@ -5,6 +5,7 @@ its daemon is killed, or its connection is lost and all processes live. Rows sha
 a mount and their waiting.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from tests.support.mounting import Mount, Mounter, metadata
 from tests.support.programs import WRITABLE
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, stored
+from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3, Hold
 from tests.support.survival.late_rows import FENCED, ROWS, Row, act
 from tests.support.survival.surviving import kill_everything, kill_serving
@@ -313,9 +314,9 @@ def test_what_a_late_request_has_undone_is_not_lost_by_a_rename(
     (mount.path / "directory").mkdir()
     (mount.path / "directory" / "other").write_bytes(b"stays")
     (mount.path / "new-file").write_bytes(b"was first")
-    keys = ["file", "directory/a"]
+    names = ["file", "directory/a"]
     undone = None if late == "DELETE" else b"first"
-    for key in keys:
+    for key in names:
         hold = faulty.hold(late, key, hangs_up=True)
         (mount.path / key).write_bytes(b"first")
         (mount.path / key).unlink()
@@ -327,7 +328,28 @@ def test_what_a_late_request_has_undone_is_not_lost_by_a_rename(
     (mount.path / "file").rename(mount.path / "new-file")
     until(lambda: content(bucket, "directory/a") == b"is second", "it is not put back")
     (mount.path / "directory").rename(mount.path / "new-directory")
-    for key in keys:
+    for key in names:
         assert (mount.path / f"new-{key}").read_bytes() == b"is second"
         assert content(bucket, key) is None
+    mount.end()
+
+
+def test_a_removed_file_that_a_late_request_brings_back_is_not_shown(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
+) -> None:
+    """A new file of its name took over the old one's mode."""
+    directory = (mount := late_mount(mounter, faulty, "off")).path / "directory"
+    directory.mkdir()
+    hold = faulty.hold("PUT", "directory/a", hangs_up=True)
+    (directory / "a").write_bytes(b"first")
+    (directory / "a").unlink()
+    hold.release()
+    until(lambda: content(bucket, "directory/a") == b"first", "the late request has done nothing")
+    assert os.listdir(directory) == []
+    assert not (directory / "a").exists()
+    with pytest.raises(OSError, match="Input/output"):
+        directory.rename(mount.path / "new-directory")
+    until(lambda: content(bucket, "directory/a") is None, "it is not removed again")
+    directory.rename(mount.path / "new-directory")
+    assert keys(bucket) == ["new-directory/"]
     mount.end()

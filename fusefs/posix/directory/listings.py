@@ -401,15 +401,15 @@ class Directories:
 
     def _doubt_undone(self, prefix: str, segment: Segment) -> None:
         """Add to `segment.doubtful` the names whose objects a late request may have undone."""
-        for expected in self._store.unanswered.expected_below(prefix):
-            name = expected.key[len(prefix) :]
+        for key, expected in self._store.unanswered.expected_below(prefix).items():
+            name = key[len(prefix) :]
             listed = segment.entries.get(name, ABSENT)
             if not name or "/" in name or listed is None:
                 continue
             if self.pending_changes.get(prefix, name) is not None:
                 continue
-            is_here = isinstance(listed, ObjectInfo) and listed.etag == expected.etag
-            if not is_here and put(segment, name, ABSENT):
+            etag = listed.etag if isinstance(listed, ObjectInfo) else None
+            if etag != (expected and expected.etag) and put(segment, name, ABSENT):
                 segment.doubtful.add(name)
 
     def _date(self, directory: Directory, segment: Segment) -> None:
@@ -474,9 +474,8 @@ class Directories:
             return None, expires
         found = await find(self._store, key)
         if self._store.unanswered.has_undone(key, found):
-            # The object will be put back soon, and is shown meanwhile.
-            expected = self._store.unanswered.expected_below(key)
-            found = next((info for info in expected if info.key == key), None)
+            # What the mount expects will be put back soon, and is shown meanwhile.
+            found = self._store.unanswered.expected_below(key).get(key)
         return found or ABSENT, expires
 
 

@@ -368,9 +368,9 @@ class UncertainKeys(UnansweredChanges):
     def may_have_undone(self, key: str) -> bool:
         return _undone_object(self._entries.get(key)) is not None
 
-    def expected_below(self, prefix: str) -> list[ObjectInfo]:
-        found = [_undone_object(entry) for entry in self._below(prefix)]
-        return [info for info in found if info is not None]
+    def expected_below(self, prefix: str) -> dict[str, ObjectInfo | None]:
+        known = [entry for entry in self._below(prefix) if not entry.is_harmless]
+        return {entry.key: _undone_object(entry) for entry in known if entry.expected is not None}
 
     def unconfirmed_below(self, prefix: str) -> list[str]:
         below = self._below(prefix)

@@ -333,13 +333,8 @@ class CreateRemove(MountPart):
                     await trio.sleep(PUT_BACK_PAUSE_S)
                     expected = await self._unanswered.restored(source.key)
                 if expected is None or expected.size != source.size:
-                    raise _undone(source.key) from error
+                    raise undone(source.key) from error
                 source = expected
-
-    def _refuse_undone(self, key: str) -> None:
-        """Raise StoreError if a late request may have undone the object under a key."""
-        if self._unanswered.may_have_undone(key):
-            raise _undone(key)
 
     async def _copy_described(
         self, source: ObjectInfo, key: str, condition: Condition, meta: Meta
@@ -511,5 +506,6 @@ def _said(inode: Inode) -> Meta | None:
     return meta.changed(mtime_ns=inode.info.mtime_ns)  # a copy has another Last-Modified
 
 
-def _undone(key: str) -> StoreError:
+def undone(key: str) -> StoreError:
+    """The error of a change of a key whose last change a late request may have undone."""
     return StoreError(f"{key} may have been undone by a late request, and is put back soon")

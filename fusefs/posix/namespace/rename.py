@@ -20,7 +20,7 @@ import trio
 from fusefs.posix.directory.segment import ABSENT, Absent, Entry
 from fusefs.posix.metadata.deferred_attributes import DeferredChange
 from fusefs.posix.mount_state import MountState
-from fusefs.posix.namespace.create_remove import CreateRemove
+from fusefs.posix.namespace.create_remove import CreateRemove, undone
 from fusefs.posix.namespace.prefix_copy import AT_ONCE, PrefixCopy, copy_current
 from fusefs.posix.namespace.rename_job import RenameJobs
 from fusefs.posix.nodes.inode import FileState, StagedFile
@@ -285,8 +285,8 @@ class NameChanges(CreateRemove):
             assert inode is not None
             source, key = inode.object, self._key(new)
             made = await self._store.head(key)
-            if made.etag != source.etag:
-                self._refuse_undone(source.key)
+            if made.etag != source.etag and self._unanswered.may_have_undone(source.key):
+                raise undone(source.key)
             await self._store.confirm(source.key, None)
             await self._store.confirm(key, made)
             return Made(source, made)
@@ -487,10 +487,10 @@ class NameChanges(CreateRemove):
 
         StoreError if a late request may have undone the change that made an object to rename.
         """
-        for expected in self._unanswered.expected_below(copies.old):
-            source = copies.sources.get(expected.key)
-            if source is None or source.etag != expected.etag:
-                self._refuse_undone(expected.key)
+        for key, expected in self._unanswered.expected_below(copies.old).items():
+            source = copies.sources.get(key)
+            if (source and source.etag) != (expected and expected.etag):
+                raise undone(key)
 
         async def confirm(key: str) -> None:
             made = copies.made.get(copies.old + key.removeprefix(copies.new))

@@ -278,7 +278,7 @@ async def test_a_file_that_is_put_back_keeps_its_name(
 
     monkeypatch.setattr(unanswered, "restored", restored)
     monkeypatch.setattr(unanswered, "has_undone", lambda *_: True)
-    monkeypatch.setattr(unanswered, "expected_below", lambda _prefix: [gone.info])
+    monkeypatch.setattr(unanswered, "expected_below", lambda _prefix: {"file": gone.info})
     assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o600
 
 

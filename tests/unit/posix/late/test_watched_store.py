@@ -111,10 +111,10 @@ async def test_what_a_killed_process_sent_last_is_what_the_next_expects(
     entry, repairer = late.get("new"), Repairer(watched, lambda *_: None)
     bucket.before = failing(NotFoundError, ("GET", "new"))
     await repairer.check(entry)
-    assert late.expected_below("") == [old]  # until the newer content is here
+    assert late.expected_below("") == {"new": old}  # until the newer content is here
     bucket.heal()
     await repairer.check(entry)
-    assert late.expected_below("") == [await watched.head("new")]
+    assert late.expected_below("") == {"new": await watched.head("new")}
     assert (late.directory / entry.content).read_bytes() == b"newer"
     assert late.unconfirmed_below("") == ["new"]  # another attempt may come yet
 
