@@ -136,11 +136,6 @@ def test_late_requests_of_a_daemon_that_lives(
     mount.end()
 
 
-def kill_all(mount: Mount) -> None:
-    kill_everything(mount)
-    mount.force()
-
-
 @states(
     "The next mount at the same place looks at such keys as well, also when all processes have "
     "died."
@@ -157,7 +152,8 @@ def test_the_next_mount_puts_back_what_is_undone_after_all_processes_have_died(
     (mount.path / "b").unlink()
     (mount.path / "b").write_bytes(b"second")
     # At once: before the catalog of the cache has heard of the contents.
-    kill_all(mount)
+    kill_everything(mount)
+    mount.force()
     mount.start()
     hold.release()
     deletes.release()

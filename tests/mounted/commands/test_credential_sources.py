@@ -59,14 +59,6 @@ def key_of(request: Request) -> str:
     return found[1]
 
 
-def _instance(url: str, _home: Path) -> dict[str, str]:
-    return {"AWS_EC2_METADATA_SERVICE_ENDPOINT": url}
-
-
-def _container(url: str, _home: Path) -> dict[str, str]:
-    return {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{url}/container"}
-
-
 def _web_identity(url: str, home: Path) -> dict[str, str]:
     (home / "token").write_text("a token")
     return {
@@ -87,7 +79,12 @@ def _sso(url: str, home: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("service", "configure"),
-    [("instance", _instance), ("container", _container), ("sts", _web_identity), ("sso", _sso)],
+    [
+        ("instance", lambda url, _: {"AWS_EC2_METADATA_SERVICE_ENDPOINT": url}),
+        ("container", lambda url, _: {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{url}/container"}),
+        ("sts", _web_identity),
+        ("sso", _sso),
+    ],
 )
 async def test_keys_come_from_each_service_and_are_renewed(
     shared: Bucket,

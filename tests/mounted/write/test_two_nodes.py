@@ -245,9 +245,9 @@ def edit(path: Path) -> None:
         file.write(b"ours")
 
 
-def cut(path: Path) -> None:
+def cut(path: Path, size: int = 4) -> None:
     with open(path, "r+b") as file:
-        file.truncate(4)
+        file.truncate(size)
         file.write(b"ours")
 
 
@@ -257,19 +257,13 @@ def store_through_a_mapping(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def rewrite_what_was_read(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(0)
-        file.write(b"ours")
-
-
 def give_it_a_hole(path: Path) -> None:
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, 20)
         os.pwrite(file.fileno(), b"ours", 0)
 
 
-CHANGES = [edit, cut, store_through_a_mapping, rewrite_what_was_read, give_it_a_hole]
+CHANGES = [edit, cut, store_through_a_mapping, partial(cut, size=0), give_it_a_hole]
 
 
 @states(

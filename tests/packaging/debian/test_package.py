@@ -170,21 +170,9 @@ def trees(tmp_path: Path) -> tuple[Path, Path]:
     return old, new
 
 
-def become_partly_another() -> None:
-    os.setresuid(54321, 0, 0)
-
-
-def give_directory_away(record: Path) -> None:
-    os.chown(record.parents[1], 54321, 54321)
-
-
 def make_pipe(record: Path) -> None:
     record.unlink()
     os.mkfifo(record)
-
-
-def write_nonsense(record: Path) -> None:
-    record.write_text('{"mountpoint": 1}')
 
 
 @pytest.mark.root
@@ -193,10 +181,10 @@ def write_nonsense(record: Path) -> None:
     [
         (None, None, None, True),
         ("/bin/cat", None, None, False),  # what is called so is another program
-        (None, become_partly_another, None, False),  # started with another's rights
-        (None, None, give_directory_away, False),
+        (None, lambda: os.setresuid(54321, 0, 0), None, False),  # started with another's rights
+        (None, None, lambda record: os.chown(record.parents[1], 54321, 54321), False),
         (None, None, make_pipe, False),
-        (None, None, write_nonsense, False),
+        (None, None, lambda record: record.write_text('{"mountpoint": 1}'), False),
     ],
 )
 def test_a_process_that_only_seems_to_be_a_daemon_is_none(

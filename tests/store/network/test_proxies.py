@@ -111,6 +111,17 @@ def test_a_proxy_that_nothing_can_use_is_refused_without_its_password(proxy: str
     assert shown("http://user:word@host:1") == "http://host:1"
 
 
+async def read_all(shared: Bucket, faulty: FaultyS3, secure: TlsDoor | None) -> dict[str, int]:
+    """Read an object in parts and whole; return the store's counters."""
+    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)} if secure else {}
+    async with opened(shared, faulty, **settings) as store:
+        await store.check("")
+        info = await store.head("body")
+        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
+        assert await download(store, info) == BODY
+        return store.counters()
+
+
 @pytest.mark.parametrize(
     ("variable", "is_secure"),
     [("HTTPS_PROXY", True), ("ALL_PROXY", True), ("HTTP_PROXY", False), ("ALL_PROXY", False)],
@@ -130,12 +141,7 @@ async def test_every_read_goes_through_the_proxy(
     is_secure: bool,
 ) -> None:
     monkeypatch.setenv(variable, proxy.url)
-    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
-    async with opened(shared, faulty, **(settings if is_secure else {})) as store:
-        await store.check("")
-        info = await store.head("body")
-        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
-        assert await download(store, info) == BODY
+    await read_all(shared, faulty, secure if is_secure else None)
     if is_secure:
         assert set(proxy.tunnels) == {secure.url.removeprefix("https://")}
     else:
@@ -157,13 +163,7 @@ async def test_no_read_goes_through_a_proxy_where_no_proxy_says_so(
     for variable in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(variable, NOWHERE)
     monkeypatch.setenv("NO_PROXY", f"example.org, {excluded}")
-    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
-    async with opened(shared, faulty, **(settings if is_secure else {})) as store:
-        await store.check("")
-        info = await store.head("body")
-        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
-        assert await download(store, info) == BODY
-        assert store.counters()["retries"] == 0
+    assert (await read_all(shared, faulty, secure if is_secure else None))["retries"] == 0
 
 
 @pytest.mark.parametrize("is_secure", [True, False])
@@ -192,10 +192,7 @@ async def test_a_password_that_the_proxy_takes_goes_with_every_connection(
 ) -> None:
     with forward_proxy(password="user:p@ss") as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//user:p%40ss@"))
-        settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
-        async with opened(shared, faulty, **settings) as store:
-            await store.check("")
-            assert await download(store, await store.head("body")) == BODY
+        await read_all(shared, faulty, secure)
         assert proxy.refused == 0
 
 
