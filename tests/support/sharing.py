@@ -23,8 +23,9 @@ KINDS = {"passthrough": (), "served": ("--passthrough", "off")}
 
 
 def content(name: str, size: int) -> bytes:
-    """Bytes that look random and are the same at each call."""
-    return random.Random(name).randbytes(size)
+    """Bytes that look random and are the same at each call; they repeat after a prime number."""
+    part = random.Random(name).randbytes(min(size, 65_521))
+    return (part * (size // 65_521 + 1))[:size]
 
 
 def stamped(version: int, size: int) -> bytes:
