@@ -18,17 +18,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from csi.errors import ResourceExhaustedError, UnavailableError
+from fusefs.linux.files import opened_below
 from fusefs.linux.files import replace as replace_file
 
 _KEY_SIZE = 32
 _NAME = re.compile(r"[0-9a-f]{32}")
 _LEAVING = ".leaving"
-_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # The entries of a cache directory that are not copies of S3's data (fusefs/cache/disk.py).
 _STATE = frozenset(("mounts", "format"))
 
@@ -109,11 +109,7 @@ class CacheDomains:
 
     def has_files(self, name: str, *below: str) -> bool:
         """True if a directory in a domain's cache has entries; links are not followed."""
-        with suppress(OSError), ExitStack() as stack:
-            fd = None
-            for part in (os.fspath(self.directory / name), *below):
-                fd = os.open(part, _NO_LINK, dir_fd=fd)
-                stack.callback(os.close, fd)
+        with suppress(OSError), opened_below(self.directory / name, *below) as fd:
             return bool(os.listdir(fd))
         return False
 

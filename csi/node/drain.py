@@ -91,9 +91,12 @@ class Drains:
             return "", False
         if self._mounts.is_alive(record, table) or supervisor.serves(path, if_silent=True):
             return self._reported(record), True
-        staging, left = registry.staging_of(path), []
-        with contextlib.suppress(OSError, LookupError):  # a hostile daemon has made the link
-            left = left_behind.find(staging, ()) if staging is not None else []
+        link, cache, left = registry.staging_of(path), record.cache_directory, []
+        if link is not None and cache is not None:
+            # A hostile daemon may have made the link: only its name counts, not its directory.
+            state = cache / "mounts" / registry.directory_of(path).name
+            with contextlib.suppress(OSError):
+                left = left_behind.find(state / "staging" / link.name, ())
         if not left:
             return "", False
         # The reconciler resumes a mount that is held.

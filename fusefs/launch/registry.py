@@ -321,10 +321,10 @@ def _read(directory: Path) -> Registration | None:
     try:
         # O_NONBLOCK: opening a named pipe would block.
         fd = os.open(directory / "mount.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
+        with files.closing(fd):
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
-            found = Registration(**json.loads(file.read(_MAX_RECORD)))
+            found = Registration(**json.loads(os.read(fd, _MAX_RECORD)))
         is_sound = isinstance(found.pid, int) and _hashed(Path(found.mountpoint)) == directory.name
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         # The mount is just beginning or ending, or is not ours.

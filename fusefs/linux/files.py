@@ -103,6 +103,20 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
+def opened_below(directory: str | os.PathLike[str], *below: str) -> Iterator[int]:
+    """Yield a descriptor of a directory `below` another; no link below `directory` is followed."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(directory, flags & ~os.O_NOFOLLOW)
+    try:
+        for name in below:
+            above, fd = fd, os.open(name, flags, dir_fd=fd)
+            os.close(above)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
 def closing(fd: int) -> Iterator[int]:
     """Yield an open descriptor, and close it at the end of the block."""
     try:

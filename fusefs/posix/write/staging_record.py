@@ -25,6 +25,7 @@ from typing import Any
 
 import trio
 
+from fusefs.linux.files import closing
 from fusefs.posix.nodes.inode import FileState, StagedFile
 from fusefs.posix.nodes.object_metadata import Form, Meta
 
@@ -209,11 +210,11 @@ def is_uploaded(record: Mapping[str, Any], status: os.stat_result) -> bool:
 def read(fd: int, path: str) -> dict[str, Any] | None:
     """Read the record of another process's content; None if it has none, ValueError if damaged."""
     try:
-        beside = os.open(f"{path}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        beside = os.open(f"{path}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return _attribute_of(fd)
-    with open(beside, "rb") as file:
-        return dict(json.loads(file.read(_LONGEST_FILE)))
+    with closing(beside):
+        return dict(json.loads(os.read(beside, _LONGEST_FILE)))
 
 
 def is_recorded(path: Path) -> bool:

@@ -42,19 +42,13 @@ def settings(
     return finished(layer, mountpoint="/mnt/key", cache_dir="/cache/domain")
 
 
-def test_settings_are_taken_in_either_spelling_and_from_mount_options() -> None:
+def test_settings_are_taken_in_either_spelling_but_not_in_both_and_from_mount_options() -> None:
     made = settings({"metadataTtl": "5m", "file-mode": "640"}, "dir-mode=750", "uid=7,no-delete")
     assert made.metadata_ttl.otherwise == 300
+    assert settings({"uid": "1"}, "uid=2").uid == 1  # the attribute counts
     assert (made.file_mode, made.dir_mode, made.uid, made.no_delete) == (0o640, 0o750, 7, True)
-
-
-def test_a_setting_in_two_spellings_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="cacheSize: given as cache-size as well"):
         read_options({"cacheSize": "1GiB", "cache-size": "2GiB"}, [], is_inline=False)
-
-
-def test_an_attribute_wins_over_a_mount_option() -> None:
-    assert settings({"uid": "1"}, "uid=2").uid == 1
 
 
 def test_a_volume_is_writable_unless_its_access_mode_or_an_option_says_otherwise() -> None:
@@ -134,22 +128,16 @@ def test_local_durability_needs_the_administrators_word() -> None:
     assert bucket_alone.read_only
 
 
-def test_a_volume_gets_no_more_than_the_nodes_share() -> None:
+def test_a_volume_gets_the_nodes_share_or_less() -> None:
     shares = NodeShares(128 * MIB, 8, 10 * GIB, MinFree(20))
-    wanted = {"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}
-    made = settings(wanted, shares=shares)
-    assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
-    assert made.cache_size == 10 * GIB
+    for wanted in ({"memoryLimit": "4GiB", "maxConnections": "500", "cacheSize": "1TiB"}, {}):
+        made = settings(wanted, shares=shares)
+        assert (made.memory_limit, made.max_connections) == (128 * MIB, 8)
+        assert made.cache_size == 10 * GIB
     assert settings({"cacheSize": "1GiB"}, shares=shares).cache_size == GIB
     assert settings({"retryTime": "2h"}).retry_time == 300
-
-
-def test_a_volume_that_says_nothing_gets_the_whole_share_of_the_node() -> None:
-    shares = NodeShares(GIB, 512, 10 * GIB, MinFree(20))
-    made = settings({}, shares=shares)
-    assert (made.memory_limit, made.max_connections, made.cache_size) == (GIB, 512, 10 * GIB)
-    less = settings({"memoryLimit": "512MiB", "maxConnections": "200"}, shares=shares)
-    assert (less.memory_limit, less.max_connections) == (512 * MIB, 200)
+    less = settings({"memoryLimit": "112MiB", "maxConnections": "7"}, shares=shares)
+    assert (less.memory_limit, less.max_connections) == (112 * MIB, 7)
 
 
 def test_fs_group_makes_files_the_groups_and_writable_for_it() -> None:
@@ -181,12 +169,15 @@ def test_what_a_volume_may_say_is_documented() -> None:
 
 
 def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
-    attributes = {"kmsKey": "alias/data", "acl": "bucket-owner-full-control"}
+    key = "x" * 2048  # as long as KMS takes
+    attributes = {"kmsKey": key, "acl": "bucket-owner-full-control"}
     volume = read_options(attributes, ["storage-class=STANDARD_IA"], is_inline=False)
     assert WriteOptions.of(volume.wanted) == WriteOptions(
-        "STANDARD_IA", "aws:kms", "alias/data", "bucket-owner-full-control"
+        "STANDARD_IA", "aws:kms", key, "bucket-owner-full-control"
     )
     assert WriteOptions.of(read_options({}, [], is_inline=False).wanted) == WriteOptions()
+    with pytest.raises(InvalidArgumentError, match=r"is not a KMS key"):
+        read_options({"kms-key": key + "x"}, (), is_inline=False)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +203,12 @@ def test_the_drivers_own_objects_are_written_as_the_volumes() -> None:
 )
 def test_the_number_of_a_pod_is_in_its_name(pod: str, part: int | None) -> None:
     given = WarmOption(("train",), is_first=True, shards=4)
+    assert (whole := WarmOption(("train",))).of_pod(pod) is whole
     found = given.of_pod(pod)
     if part is None:
         assert found == WarmOption()  # nothing is fetched, and the pod does not wait
     else:
         assert found == WarmOption(("train",), is_first=True, shards=4, part=part)
-
-
-def test_without_parts_the_pod_does_not_matter() -> None:
-    given = WarmOption(("train",))
-    assert given.of_pod("train-3-x7k2p") is given
 
 
 @pytest.mark.parametrize("text", ["1", "4", "0004", str(MOST_SHARDS)])
@@ -292,20 +279,14 @@ def test_an_attribute_is_taken_or_refused_by_its_name(name: str, is_inline: bool
             check_sentence(error, name)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_mount_option_is_taken_or_refused_by_its_name(name: str) -> None:
+@pytest.mark.parametrize("name", [*SETTINGS, *sorted(LOCATION_KEYS)])
+def test_a_mount_option_or_location_is_taken_or_refused_by_its_name(name: str) -> None:
     for value in ODD:
         try:
-            read_options({}, [f"{name}={value}"], is_inline=False)
-        except InvalidArgumentError as error:
-            check_sentence(error, name)
-
-
-@pytest.mark.parametrize("name", sorted(LOCATION_KEYS))
-def test_a_location_is_found_or_refused_by_its_name(name: str) -> None:
-    for value in ODD:
-        try:
-            location_of({"bucket": "bucket", name: value}, read_stores(None))
+            if name in LOCATION_KEYS:
+                location_of({"bucket": "bucket", name: value}, read_stores(None))
+            else:
+                read_options({}, [f"{name}={value}"], is_inline=False)
         except InvalidArgumentError as error:
             check_sentence(error, name)
 
@@ -327,9 +308,3 @@ def refusal_of(secret: dict[str, str]) -> str:
         check_sentence(error, "Secret")
         return str(error)
     return ""
-
-
-def test_a_kms_key_is_no_longer_than_kms_takes() -> None:
-    read_options({"kms-key": "x" * 2048}, (), is_inline=False)
-    with pytest.raises(InvalidArgumentError, match=r"is not a KMS key"):
-        read_options({"kms-key": "x" * 2049}, (), is_inline=False)

@@ -25,6 +25,7 @@ from csi.node.pod_records import PodRecord, PodRecords
 from csi.node.warmup import Warmups
 from csi.volume.options import WarmOption
 from fusefs.launch.control import ControlError
+from fusefs.launch.registry import RUNTIME_VARIABLE, STAGING, directory_of
 from fusefs.settings.mount import MountSettings
 from fusefs.settings.types import MountSource
 from fusefs.store.interface import ObjectVersion
@@ -96,6 +97,35 @@ def test_the_answer_of_a_hostile_daemon_delays_the_end_of_its_mount_and_no_more(
         drains.check(replace(a_record(), drain_timeout_s=600.0))
     drains.check(a_record())
     assert "given up" in caplog.text
+
+
+def test_the_files_of_a_hostile_daemon_lead_root_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "run"))
+    monkeypatch.setattr(drain, "MountTable", lambda: SimpleNamespace(top=lambda root: root))
+    supervisor = SimpleNamespace(serves=lambda *_, **__: False, has=lambda _root: True)
+    mounts: Any = SimpleNamespace(is_alive=lambda *_: False, supervisor=supervisor)
+    record = a_record({"cache_dir": str(tmp_path / "cache")})
+    run = directory_of(Path(record.root))
+    state, other = (tmp_path / name / "mounts" / run.name for name in ("cache", "other"))
+    for place, name in ((state / "staging/7", "own"), (other / "staging/7", "not-its-own")):
+        place.mkdir(parents=True)
+        (place / "1").touch()
+        staged = {"key": [name], "is_unlinked": False, "uploaded": None}
+        (place / "1.json").write_text(json.dumps(staged))
+        (place / "2").touch()
+        (place / "2.json").write_text("[" * 100_000)
+        (place / "3").touch()
+        (place / "3.json").mkdir()
+    (other / "x.json").touch()
+    (state / "renames").symlink_to(other)
+    run.mkdir(parents=True)
+    (run / STAGING).symlink_to(other / "staging/7")
+    open_before = len(os.listdir("/proc/self/fd"))
+    left = "s3://key has no daemon; not in the bucket yet: ['own'] (not uploaded)"
+    assert Drains(mounts).pending(record) == (left, True)
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def no_space(*_: Any) -> None:
