@@ -167,6 +167,7 @@ class Mounts:
         return now is not None and now.device == root.device
 
     def _is_held(self, root: KernelMount) -> bool:
+        self.supervisor.check()  # an earlier one, whose successor has died, listens again soon
         try:
             return self.supervisor.has(root)
         except OSError as error:

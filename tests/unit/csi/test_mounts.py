@@ -29,6 +29,7 @@ class PlayedNode:
 
     def __init__(self) -> None:
         self.holds: bool | None = True  # None: it does not answer
+        self.is_there = True
         self.has_daemon = False
         self.cannot_start = ""
         self.done: list[str] = []
@@ -43,7 +44,8 @@ class PlayedNode:
         self.done.append("drop")
 
     def check(self) -> None:
-        pass
+        if not self.is_there:
+            raise UnavailableError("what is held is not known: nothing listens")
 
     def serves(self, _root: Path, **_: bool) -> bool:
         return self.has_daemon
@@ -86,21 +88,15 @@ def made(node: PlayedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     return Mounts(MountRecords(tmp_path / "records"), files, tmp_path / "roots", played)
 
 
-def test_a_mount_stays_as_it_is_while_the_descriptor_store_does_not_answer(
+def test_a_mount_that_nothing_holds_is_replaced_once_the_descriptor_store_says_so(
     made: Mounts, node: PlayedNode, record: MountRecord
 ) -> None:
-    node.holds = None
-    for _ in range(2):
+    for node.holds, node.is_there in ((None, True), (False, False)):
         with pytest.raises(UnavailableError, match="not known"):
             made.start(record, 0.0)
         node.now += RESUME_S
     assert node.done == []
-
-
-def test_a_mount_that_nothing_holds_is_replaced_at_once(
-    made: Mounts, node: PlayedNode, record: MountRecord
-) -> None:
-    node.holds = False
+    node.is_there = True
     made.start(record, 0.0)
     assert node.done == ["kill", "unmount", "start"]
 
