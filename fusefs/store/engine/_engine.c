@@ -81,6 +81,7 @@ struct transfer {
     enum phase phase;
     double submitted, last_moved, window_began;    /* monotonic seconds */
     double connected_s, first_byte_s, last_byte_s; /* since `submitted`, 0: not yet */
+    double window_on_disk_s;                       /* the worker's, when the window began */
     int64_t window_moved;                          /* bytes in either direction */
     int head_size, is_checked, is_enough;
     atomic_int status; /* set with the headers; Python may read it at any time */
@@ -114,7 +115,7 @@ struct worker {
     atomic_int is_stopping;
     _Atomic enum state state;
     struct transfer *active;
-    double on_disk_s; /* time on the local disk since the last `sweep` */
+    double on_disk_s; /* time on the local disk */
 
     pthread_mutex_t mutex;
     struct transfer *queue, **queue_end, *listed;
@@ -314,10 +315,16 @@ static void note_moved(struct transfer *t, size_t size) {
     t->window_moved += (int64_t)size;
 }
 
+static void begin_window(struct transfer *t) {
+    t->window_began = now_s();
+    t->window_on_disk_s = t->worker->on_disk_s;
+    t->window_moved = 0;
+}
+
 static void begin_phase(struct transfer *t, enum phase phase) {
     t->phase = phase;
-    t->last_moved = t->window_began = now_s();
-    t->window_moved = 0;
+    begin_window(t);
+    t->last_moved = t->window_began;
 }
 
 static size_t on_body(char *data, size_t Py_UNUSED(one), size_t size, void *argument) {
@@ -528,20 +535,23 @@ static void finish(struct transfer *t) {
 }
 
 /* Returns the error of a transfer that is too slow, or NULL; lowers `*next` to the transfer's next
- * deadline. libcurl itself checks the deadlines for connecting and for the whole transfer. */
-static const char *lateness(struct transfer *t, double now, double *next) {
+ * deadline. libcurl itself checks the deadlines for connecting and for the whole transfer.
+ *
+ * Servers are not blamed for the time in which the worker waited for the disk: since `looked_at`
+ * libcurl has looked for bytes at each socket, also for those that came during such a wait. */
+static const char *lateness(struct transfer *t, double looked_at, double *next) {
     if (t->phase == CONNECTING)
         return NULL;
-    if (now >= t->last_moved + t->silence_s)
+    if (looked_at >= t->last_moved + t->silence_s)
         return "timeout";
     *next = fmin(*next, t->last_moved + t->silence_s);
     if (t->phase == AWAITING || t->least_rate <= 0)
         return NULL;
-    if (now >= t->window_began + t->window_s) {
-        if ((double)t->window_moved < t->least_rate * (now - t->window_began))
+    if (looked_at >= t->window_began + t->window_s) {
+        double on_disk_s = t->worker->on_disk_s - t->window_on_disk_s;
+        if ((double)t->window_moved < t->least_rate * (now_s() - t->window_began - on_disk_s))
             return "low-speed";
-        t->window_began = now;
-        t->window_moved = 0;
+        begin_window(t);
     }
     *next = fmin(*next, t->window_began + t->window_s);
     return NULL;
@@ -567,17 +577,13 @@ static void begin_queued(struct worker *worker) {
 
 /* Ends transfers that are over, cancelled or too slow, and tells Python of them. Returns the number
  * of seconds until another may be too slow. */
-static double sweep(struct worker *worker) {
-    double now = now_s(), next = now + LONGEST_WAIT_S, on_disk_s = worker->on_disk_s;
+static double sweep(struct worker *worker, double looked_at) {
+    double next = looked_at + LONGEST_WAIT_S;
     int is_stopping = atomic_load(&worker->is_stopping), has_ended = 0;
     struct transfer **link = &worker->active, *t;
-    worker->on_disk_s = 0;
     while ((t = *link) != NULL) {
-        /* Servers are not blamed for the time in which the worker waited for the disk. */
-        t->last_moved = fmin(t->last_moved + on_disk_s, now);
-        t->window_began = fmin(t->window_began + on_disk_s, now);
         if (!t->is_over && t->error == NULL)
-            t->error = is_stopping || t->is_cancelled ? "cancelled" : lateness(t, now, &next);
+            t->error = is_stopping || t->is_cancelled ? "cancelled" : lateness(t, looked_at, &next);
         if (t->is_over || t->error != NULL) {
             *link = t->next;
             finish(t);
@@ -588,7 +594,7 @@ static double sweep(struct worker *worker) {
     }
     if (has_ended)
         eventfd_write(worker->eventfd, 1);
-    return next - now;
+    return fmax(next - now_s(), 0);
 }
 
 /* ---------------------------------------------------------------- Python */
@@ -750,13 +756,14 @@ static PyObject *worker_run(struct worker *worker, PyObject *Py_UNUSED(ignored))
         atomic_store(&worker->state, AWAKE);
         is_stopping = atomic_load(&worker->is_stopping);
         begin_queued(worker);
+        double looked_at = now_s();
         curl_multi_perform(worker->multi, &ignored);
         while ((message = curl_multi_info_read(worker->multi, &ignored)) != NULL) {
             curl_easy_getinfo(message->easy_handle, CURLINFO_PRIVATE, (char **)&t);
             t->code = message->data.result;
             t->is_over = 1;
         }
-        double wait_s = sweep(worker);
+        double wait_s = sweep(worker, looked_at);
         /* A wake-up before the call makes it return at once. */
         if (!is_stopping && atomic_compare_exchange_strong(&worker->state, &awake, ASLEEP))
             curl_multi_poll(worker->multi, NULL, 0, (int)ceil(wait_s * 1e3), NULL);
