@@ -277,13 +277,13 @@ class Upload:
             etag = await self._requester.send(call, accept, condition=condition, judge=judge)
         except StoreError as error:
             may_be_done |= error.may_be_done
-            self._object = await self._seen(size) if may_be_done else None
+            self._object = await self._seen(size, condition) if may_be_done else None
             if self._object is None:
                 raise
         else:
             # If the object can't be seen, it may have been replaced already.
             key, storage_class = self._state.key, self._requester.storage_class
-            self._object = await self._seen(size) or ObjectInfo(
+            self._object = await self._seen(size, condition) or ObjectInfo(
                 key, size, etag, head.now_ns(), storage_class, metadata=self._state.metadata
             )
         return self._object
@@ -296,18 +296,27 @@ class Upload:
             return error.failure.kind is NotFoundError
         return False
 
-    async def _seen(self, size: int) -> ObjectInfo | None:
+    async def _seen(self, size: int, condition: Strict) -> ObjectInfo | None:
         """Return the object of `size` bytes made by this upload; None if S3 does not show it."""
         with suppress(StoreError):
-            found = await self._find()
+            found = await self._find(condition, size)
             return found if found is not None and found.size == size else None
         return None
 
-    async def _find(self) -> ObjectInfo | None:
-        """Return the object at the upload's key if this upload made it, else None."""
+    async def _find(self, condition: Strict = None, size: int = 0) -> ObjectInfo | None:
+        """Return the object at the upload's key if this upload made it, else None.
+
+        An object without room for a token is known by its metadata, and by its ETag, which ends
+        with the number of parts of a file of `size` bytes and is not the one that was replaced.
+        """
         found = await self._fence.find(self._state.key)
-        is_own = found is not None and self._token is not None and found.token == self._token
-        return found if is_own else None
+        if found is None:
+            return None
+        if self._token is not None:
+            return found if found.token == self._token else None
+        is_new = condition is not None and found.etag != condition.etag
+        is_alike = found.etag.endswith(f'-{self.part_count(size)}"')
+        return found if is_new and is_alike and found.metadata == self._state.metadata else None
 
     async def discover(self) -> None:
         """Find out which parts of the upload the bucket has, or that the upload was completed.

@@ -74,13 +74,27 @@ async def test_a_copy_with_other_metadata_keeps_the_rest(
 ) -> None:
     file = make_file(2 * PART)
     kept = {"ContentType": "a/b", "CacheControl": "no-cache", "ContentEncoding": "x"}
-    etag = bucket.put("source", file.data, Metadata={"old": "1"}, **kept)
+    etag = bucket.put("source", file.data, Metadata={"old": "1"}, Tagging="a=b%26c&d=", **kept)
     await direct.copy(
         ObjectVersion("source", etag, file.size), "copy", Write(metadata={"new": "2"})
     )
     assert without_token((await direct.head("copy")).metadata or {}) == {"new": "2"}
     answer = bucket.client.head_object(Bucket=bucket.name, Key="copy")
     assert {name: answer[name] for name in kept} == kept
+    tags = bucket.client.get_object_tagging(Bucket=bucket.name, Key="copy")["TagSet"]
+    assert {tag["Key"]: tag["Value"] for tag in tags} == {"a": "b&c", "d": ""}
+
+
+@pytest.mark.usefixtures("copied_in_parts")
+async def test_a_copy_without_room_for_a_token_is_known_though_its_answer_was_lost(
+    store: S3Store, bucket: Bucket, faulty: FaultyS3, make_file: MakeFile
+) -> None:
+    file = make_file(2 * PART)
+    etag = bucket.put("source", file.data, Metadata={"long": "x" * 2000})
+    faulty.add("COMPLETE", lose_answer=True, times=1)
+    source = ObjectVersion("source", etag, file.size)
+    copied = await store.copy(source, "copy", Write(condition=Expect(None)))
+    assert copied == await store.head("copy")
 
 
 async def test_letters_with_the_bytes_of_odd_blanks_are_kept(
@@ -94,16 +108,7 @@ async def test_letters_with_the_bytes_of_odd_blanks_are_kept(
     assert copied["ContentDisposition"] == name
 
 
-@pytest.mark.usefixtures("copied_in_parts")
-async def test_tags_go_with_a_copy(direct: S3Store, bucket: Bucket, make_file: MakeFile) -> None:
-    file = make_file(2 * PART)
-    etag = bucket.put("source", file.data, Tagging="a=b%26c&d=")
-    await direct.copy(ObjectVersion("source", etag, file.size), "copy")
-    tags = bucket.client.get_object_tagging(Bucket=bucket.name, Key="copy")["TagSet"]
-    assert {tag["Key"]: tag["Value"] for tag in tags} == {"a": "b&c", "d": ""}
-
-
-async def test_another_version_than_the_named_one_is_not_copied(
+async def test_what_is_missing_or_of_another_version_is_not_copied(
     direct: S3Store, bucket: Bucket, make_file: MakeFile
 ) -> None:
     old = await put(direct, "source", make_file(100))
@@ -111,6 +116,9 @@ async def test_another_version_than_the_named_one_is_not_copied(
     for source in (old, old.version):
         with pytest.raises(StaleVersionError):
             await direct.copy(source, "copy")
+    for missing in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
+        with pytest.raises(NotFoundError):
+            await direct.copy(missing, "copy")
     assert keys(bucket) == ["source"]
 
 
@@ -159,9 +167,3 @@ async def test_a_store_without_conditions_of_copies_copies(
     faulty.add("COPY", code="NotImplemented", times=1)
     await store.copy(ObjectInfo("source", 1, etag, 0), "copy", Write(condition=IF_ABSENT))
     assert stored(bucket, "copy") == b"x"
-
-
-async def test_what_is_missing_is_not_copied(direct: S3Store) -> None:
-    for source in (ObjectVersion("missing", '"00"', 1), ObjectInfo("missing", 1, '"00"', 0)):
-        with pytest.raises(NotFoundError):
-            await direct.copy(source, "copy")
