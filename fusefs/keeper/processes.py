@@ -98,6 +98,13 @@ class DaemonProcess:
         """The daemon's name in the log. A daemon of another PID namespace has no pid here."""
         return f"the daemon {self.pid}" if self.pid else "the daemon in the other container"
 
+    def take_step(self, step: int, limit_s: float) -> bool:
+        """Note the next step, and its deadline in `limit_s`; False if the daemon is dead."""
+        if self.step == DEAD:
+            return False
+        self.step, self.deadline = step, time.monotonic() + limit_s
+        return True
+
     def close(self) -> None:
         """Close the keeper's descriptors of this daemon."""
         os.close(self.pidfd)
@@ -239,8 +246,7 @@ class ProcessTable:
         daemon.is_incoming = False
         self._dismiss(daemon.broker)
         daemon.broker = None
-        if daemon.step != DEAD:
-            daemon.deadline = time.monotonic() + self._configuration.hang_s
+        daemon.take_step(daemon.step, self._configuration.hang_s)
         self._fork_broker(daemon, self._new_broker(daemon, wire.TAKE_OVER))
 
     def _watch(self, daemon: DaemonProcess) -> None:
@@ -371,18 +377,14 @@ class ProcessTable:
     def kill(self, daemon: DaemonProcess, reason: str) -> None:
         """Kill a daemon; `reason` goes to the log, unless the daemon has a reason already."""
         daemon.reason = daemon.reason or reason
-        if daemon.step != DEAD:
-            daemon.step = KILLED
-            daemon.deadline = time.monotonic() + LINGER_S
+        if daemon.take_step(KILLED, LINGER_S):
             daemon.process.kill()
 
     def quiesce(self, daemon: DaemonProcess, limit_s: float) -> None:
         """Ask a daemon to answer the requests that it has read and exit within `limit_s`."""
         daemon.is_quiesced = True
-        if daemon.step == DEAD:
+        if not daemon.take_step(LEAVING, limit_s):
             return
-        daemon.step = LEAVING
-        daemon.deadline = time.monotonic() + limit_s
         if daemon.broker is None or not daemon.broker.tell(wire.pack(wire.QUIESCE)):
             self.kill(daemon, "could not be sent the order to end")
 
@@ -469,8 +471,7 @@ class ProcessTable:
             daemon.is_faulty = True
             self.kill(daemon, "broke the protocol")
         elif daemon.step != KILLED:
-            daemon.step = LEAVING
-            daemon.deadline = time.monotonic() + CUT_OFF_S
+            daemon.take_step(LEAVING, CUT_OFF_S)
 
     def _on_broker_lost(self, daemon: DaemonProcess) -> None:
         self._dismiss(daemon.broker)
