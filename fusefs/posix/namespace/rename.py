@@ -489,8 +489,11 @@ class NameChanges(CreateRemove):
         """
         for key, expected in self._unanswered.expected_below(copies.old).items():
             source = copies.sources.get(key)
-            if (source and source.etag) != (expected and expected.etag):
-                raise undone(key)
+            etag = source and source.etag
+            if etag != (expected and expected.etag):
+                found = await find(self._store, key)  # another client may have changed it
+                if (found and found.etag) != etag or self._unanswered.has_undone(key, found):
+                    raise undone(key)
 
         async def confirm(key: str) -> None:
             made = copies.made.get(copies.old + key.removeprefix(copies.new))

@@ -9,7 +9,7 @@ import pytest
 
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
-from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, UncertainKeys
+from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, KeyState, UncertainKeys
 from fusefs.posix.late.watched_store import WatchedStore
 from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.fencing import CHANGE
@@ -128,11 +128,16 @@ def mount(tmp_path: Path) -> Iterator[MortalMount]:
         made.store.unanswered.close(remove=False)
 
 
+def unanswered(mount: MortalMount, change: Change, expected: KeyState) -> UncertainKeys:
+    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
+    late.expect(late.note_unanswered(change), expected, None)
+    return late
+
+
 def make_uncertain(mount: MortalMount, kind: str, key: str) -> UncertainKeys:
     """As the next process finds a key whose last change was sent by the killed one."""
     mount.store.heal()
-    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
-    late.expect(late.note_unanswered(Change(DELETE, key)), ABSENT, None)
+    late = unanswered(mount, Change(DELETE, key), ABSENT)
     late.note_unanswered(Change(kind, key, ("token",)))
     mount.store.confirm = WatchedStore(cast(S3Store, cast(Any, mount.store)), late).confirm
     return late
@@ -160,6 +165,15 @@ async def test_a_copy_of_a_renamed_directory(mount: MortalMount) -> None:
     check(late, "new/file")
 
 
+async def test_a_directory_with_a_file_of_another_client_is_renamed(mount: MortalMount) -> None:
+    """Under the name of one that this mount had removed, and whose PUT may come late."""
+    unanswered(mount, Change(PUT, "old/file", ("token",)), ABSENT)
+    mount.store.put("old/file", b"theirs")
+    async with mount.serving() as process:
+        await process.rename("old", "new")
+    assert mount.store.contents() == {"new/file": b"theirs"}
+
+
 async def test_an_upload(mount: MortalMount) -> None:
     async with mount.killed() as process:
         fh = await process.create("file", b"content")
@@ -182,12 +196,7 @@ async def test_attributes_are_kept_where_their_object_may_come_back(
 ) -> None:
     """A DELETE without an answer may have removed it, and then it is put back; a PUT has not."""
     mount.store.put("file", b"content")
-    late = mount.store.unanswered = UncertainKeys(mount.directory / "late", "test", (3600.0,))
-    late.expect(
-        late.note_unanswered(Change(kind, "file", ("token",))),
-        mount.store.objects["file"].info,
-        None,
-    )
+    unanswered(mount, Change(kind, "file", ("token",)), mount.store.objects["file"].info)
     async with mount.serving() as process:
         await process.set_attributes("file", mode=0o600)
         del mount.store.objects["file"]
