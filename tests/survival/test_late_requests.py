@@ -108,7 +108,8 @@ class Rows:
 @states(
     "A change that the bucket executes late, after a time-out or the daemon's death, can undo "
     "what was acknowledged since; it is put back when the key is looked at again, 5, 15, 60 and "
-    "300 s later."
+    "300 s later. More than 64 MiB that were copied, or sent in parts, are lost if that happens "
+    "before they are downloaded again, which begins at once; the log says so."
 )
 @pytest.mark.parametrize("conditions", ["on", "off"])
 def test_late_requests_of_a_killed_daemon(

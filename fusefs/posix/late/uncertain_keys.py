@@ -321,6 +321,12 @@ class UncertainKeys(UnansweredChanges):
             return 0.0
         return entry.since + self._checks_s[min(entry.checks_done, len(self._checks_s) - 1)]
 
+    def check_soon(self, entry: UncertainKey) -> trio.Event:
+        """Make the next check of a key due now; return the event that this check sets."""
+        entry.wanted = entry.wanted or trio.Event()
+        self.woken.set()
+        return entry.wanted
+
     def _wake_waiter(self, entry: UncertainKey) -> None:
         if entry.wanted is not None:
             entry.wanted.set()
@@ -384,9 +390,7 @@ class UncertainKeys(UnansweredChanges):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        wanted = entry.wanted = entry.wanted or trio.Event()
-        self.woken.set()
-        await wanted.wait()
+        await self.check_soon(entry).wait()
         return entry.expected if isinstance(entry.expected, ObjectInfo) else None
 
     def counters(self) -> dict[str, int]:

@@ -49,7 +49,7 @@ logger = logging.getLogger("fusefs.late")
 
 _PIECE = 8 << 20
 # Up to this size, a content that only the bucket has is downloaded before its change is
-# acknowledged. A larger one would delay a close for too long, and is downloaded at the next check.
+# acknowledged. A larger one would delay a close for too long, and is downloaded just after that.
 FETCHED_AT_ONCE = 64 << 20
 # The most attempts at a copy that late requests keep undoing.
 TRIES = 5
@@ -299,6 +299,8 @@ class WatchedStore:
                     return False
                 content = None
         self.uncertain_keys.expect(entry, info, content)
+        if info.size and content is None:
+            self.uncertain_keys.check_soon(entry)  # it fetches the content
         return True
 
     async def fetch_content(self, entry: UncertainKey) -> None:

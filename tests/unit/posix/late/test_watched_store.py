@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from fusefs.posix.late import watched_store
 from fusefs.posix.late.repair import Repairer
 from fusefs.posix.late.request_log import COPY, DELETE, PUT, Change
 from fusefs.posix.late.uncertain_keys import ABSENT, CheckResult, KeyState, UncertainKeys
@@ -74,7 +75,7 @@ async def test_a_copy_that_is_undone_before_it_is_safe_is_made_again(
         assert bucket.contents() == {"old": b"data", "new": b"theirs"}
 
 
-async def test_a_copy_that_is_undone_each_time_fails(
+async def test_what_is_undone_each_time_fails_and_is_not_confirmed(
     bucket: Bucket, late: UncertainKeys, watched: WatchedStore
 ) -> None:
     bucket.put("old", b"data")
@@ -88,16 +89,23 @@ async def test_a_copy_that_is_undone_each_time_fails(
         await watched.copy(await watched.head("old"), "new")
     entry = late.get("new")
     assert entry.expected is None
-
-
-async def test_what_was_undone_before_it_is_safe_is_not_confirmed(
-    bucket: Bucket, watched: WatchedStore
-) -> None:
     bucket.put("new", b"data")
     found = await watched.head("new")
     del bucket.objects["new"]
     with pytest.raises(StoreError, match="was undone by a late request"):
         await watched.confirm("new", found)
+
+
+async def test_a_large_copy_is_downloaded_just_after_it(
+    bucket: Bucket, late: UncertainKeys, watched: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_store, "FETCHED_AT_ONCE", 3)
+    bucket.put("old", b"data")
+    await watched.copy(await watched.head("old"), "new")
+    entry = late.get("new")
+    assert (late.due_at(entry), entry.content) == (0.0, None)
+    await Repairer(watched, lambda *_: None).check(entry)
+    assert (late.directory / entry.content).read_bytes() == b"data"
 
 
 async def test_what_a_killed_process_sent_last_is_what_the_next_expects(
