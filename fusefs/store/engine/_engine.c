@@ -79,9 +79,8 @@ struct transfer {
 
     /* The answer. */
     enum phase phase;
-    double submitted, last_moved, window_began;    /* monotonic seconds */
+    double submitted, last_moved, window_began;    /* monotonic; the last off the disk */
     double connected_s, first_byte_s, last_byte_s; /* since `submitted`, 0: not yet */
-    double window_on_disk_s;                       /* the worker's, when the window began */
     int64_t window_moved;                          /* bytes in either direction */
     int head_size, is_checked, is_enough;
     atomic_int status; /* set with the headers; Python may read it at any time */
@@ -89,9 +88,8 @@ struct transfer {
     size_t content_size, content_room;
     int64_t received; /* bytes in the sink's file */
     struct sum *sums; /* with room for the whole sink, or NULL */
-    size_t sum_count;
+    size_t sum_count, head_length;
     char *head; /* "name\0value\0..." */
-    size_t head_length;
     /* The outcome; if `error` is NULL, `code` may still be an error. */
     const char *error;
     CURLcode code;
@@ -127,9 +125,7 @@ static double now_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-static size_t least(size_t a, size_t b) {
-    return a < b ? a : b;
-}
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Lists a transfer's progress or end for Python; the eventfd is to be written then. */
 static void report(struct transfer *t) {
@@ -315,16 +311,13 @@ static void note_moved(struct transfer *t, size_t size) {
     t->window_moved += (int64_t)size;
 }
 
-static void begin_window(struct transfer *t) {
-    t->window_began = now_s();
-    t->window_on_disk_s = t->worker->on_disk_s;
-    t->window_moved = 0;
-}
+static double time_off_disk_s(struct transfer *t) { return now_s() - t->worker->on_disk_s; }
 
 static void begin_phase(struct transfer *t, enum phase phase) {
     t->phase = phase;
-    begin_window(t);
-    t->last_moved = t->window_began;
+    t->last_moved = now_s();
+    t->window_began = time_off_disk_s(t);
+    t->window_moved = 0;
 }
 
 static size_t on_body(char *data, size_t Py_UNUSED(one), size_t size, void *argument) {
@@ -534,11 +527,9 @@ static void finish(struct transfer *t) {
     report(t);
 }
 
-/* Returns the error of a transfer that is too slow, or NULL; lowers `*next` to the transfer's next
- * deadline. libcurl itself checks the deadlines for connecting and for the whole transfer.
- *
- * Servers are not blamed for the time in which the worker waited for the disk: since `looked_at`
- * libcurl has looked for bytes at each socket, also for those that came during such a wait. */
+/* Returns the error of a transfer that is too slow, or NULL; lowers `*next` to its next deadline.
+ * libcurl itself checks the deadlines for connecting and for the whole transfer. Servers are not
+ * blamed for the worker's waits for the disk: since `looked_at` libcurl has read each socket. */
 static const char *lateness(struct transfer *t, double looked_at, double *next) {
     if (t->phase == CONNECTING)
         return NULL;
@@ -547,13 +538,15 @@ static const char *lateness(struct transfer *t, double looked_at, double *next) 
     *next = fmin(*next, t->last_moved + t->silence_s);
     if (t->phase == AWAITING || t->least_rate <= 0)
         return NULL;
-    if (looked_at >= t->window_began + t->window_s) {
-        double on_disk_s = t->worker->on_disk_s - t->window_on_disk_s;
-        if ((double)t->window_moved < t->least_rate * (now_s() - t->window_began - on_disk_s))
+    double passed_s = time_off_disk_s(t) - t->window_began;
+    if (passed_s >= t->window_s) {
+        if ((double)t->window_moved < t->least_rate * passed_s)
             return "low-speed";
-        begin_window(t);
+        t->window_began += passed_s;
+        t->window_moved = 0;
+        passed_s = 0;
     }
-    *next = fmin(*next, t->window_began + t->window_s);
+    *next = fmin(*next, looked_at + t->window_s - passed_s);
     return NULL;
 }
 
