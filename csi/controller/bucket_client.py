@@ -26,9 +26,9 @@ from csi.volume.stores import StoreSettings
 from fusefs.store.customer_key import CustomerKey
 from fusefs.store.engine.engine import Completion, Engine, MemorySink, open_engine
 from fusefs.store.errors import (
-    NO_CREDENTIALS,
     AccessDeniedError,
     CredentialsError,
+    NoCredentialsError,
     NotFoundError,
     StoreError,
     UnsupportedError,
@@ -75,7 +75,7 @@ class Bucket:
         if customer_key is not None and store.endpoint_url is not None:
             obstacle = customer_key_obstacle(store.endpoint_url, None)
             if obstacle is not None:
-                raise InvalidArgumentError(obstacle.sentence)
+                raise InvalidArgumentError(str(obstacle))
         self.name = name
         self.url = f"{store.name}://{name}"  # differs for buckets of other stores
         self._progress = progress or Progress()
@@ -170,15 +170,14 @@ class Bucket:
         return result
 
     def _explained(self, error: StoreError, key: str) -> StoreError:
-        if str(error) == NO_CREDENTIALS.sentence:
+        if isinstance(error, NoCredentialsError):
             return CredentialsError(
                 "neither the class names a provisioner Secret nor has the driver credentials"
                 " of its own"
             )
         kind = NoSuchBucketError if error.s3_code == "NoSuchBucket" else type(error)
-        explained = kind(f"{error} on s3://{self.name}/{key} as {self._whose}")
-        explained.s3_code = error.s3_code
-        return explained
+        sentence = f"{error} on s3://{self.name}/{key} as {self._whose}"
+        return error.of_kind(kind, sentence=sentence)
 
 
 class NoSuchBucketError(NotFoundError):

@@ -103,7 +103,7 @@ def location_of(attributes: Mapping[str, str], stores: Stores) -> Location:
             f"bucket: {bucket!r} is no name of a bucket; an access point has its alias"
         )
     if (obstacle := bucket_obstacle(bucket, is_aws=store.endpoint_url is None)) is not None:
-        raise InvalidArgumentError(f"bucket: {obstacle.sentence}")
+        raise InvalidArgumentError(f"bucket: {obstacle}")
     region = attributes.get("region")
     if region is not None and not is_region(region):
         raise InvalidArgumentError(f"region: {region!r} is no region")

@@ -23,7 +23,7 @@ from fusefs.cache.file_cache import FileCache
 from fusefs.cluster_cache.block import BlockId, Domain, block_ids
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
-from fusefs.store.errors import AttemptError
+from fusefs.store.errors import StoreError
 
 logger = logging.getLogger("fusefs.cluster_cache")
 
@@ -253,7 +253,7 @@ class Filler:
     def _note_failure(self, error: Exception) -> None:
         now = trio.current_time()
         if now >= self._paused_until:
-            why = error.failure.in_full if isinstance(error, AttemptError) else repr(error)
+            why = error.in_full if isinstance(error, StoreError) else repr(error)
             pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2**self._failures)
             self._failures = min(self._failures + 1, 10)
             self._paused_until = now + pause_s

@@ -15,13 +15,7 @@ from dataclasses import replace
 import trio
 
 from fusefs.store.engine.engine import Engine, FileSink, MemorySink, Sums
-from fusefs.store.errors import (
-    AttemptError,
-    ConflictError,
-    CredentialsError,
-    Failure,
-    UnreachableError,
-)
+from fusefs.store.errors import ConflictError, CredentialsError, StoreError, UnreachableError
 from fusefs.store.interface import Priority, Urgency
 from fusefs.store.s3.address import Call
 from fusefs.store.s3.list import list_call
@@ -42,7 +36,6 @@ COLLIDED_S = 0.5
 PUTS = 8
 # A range of at most this size, which is more than a frame with its tag, is received whole.
 SMALL = 257 << 10
-_TOO_SLOW = Failure(UnreachableError, "it takes too long")
 
 
 @contextmanager
@@ -50,8 +43,8 @@ def _renewing(requester: Requester) -> Iterator[None]:
     """Renew the credentials if a request in the `with` body is refused because of them."""
     try:
         yield
-    except AttemptError as error:
-        if error.failure.has_expired or error.failure.kind is CredentialsError:
+    except StoreError as error:
+        if error.has_expired or isinstance(error, CredentialsError):
             requester.source.renew()
         raise
 
@@ -125,7 +118,7 @@ class BlockBucket:
         """Check that the bucket can be listed; must succeed before any other call.
 
         Raises:
-            AttemptError: the bucket can't be listed.
+            StoreError: the bucket can't be listed.
         """
         for requester in (self._gets, self._puts):
             await requester.attempt(list_call(self._prefix, "/", "", 1))
@@ -149,7 +142,7 @@ class BlockBucket:
         `sent` is called as soon as the request has a connection.
 
         Raises:
-            AttemptError: there is no such block, or no answer, or the answer broke off.
+            StoreError: there is no such block, or no answer, or the answer broke off.
             Exception: any exception of `take`.
         """
         key, size = self._prefix + name, stop - start
@@ -179,7 +172,7 @@ class BlockBucket:
             nonlocal failure
             try:
                 await self._gets.attempt(call, priority, progress=stream, begun=sent)
-            except (AttemptError, OSError) as error:
+            except (StoreError, OSError) as error:
                 failure = error
             stream.end()
 
@@ -197,7 +190,7 @@ class BlockBucket:
         """Store a block; without `overwrites`, return False if a block of this name exists.
 
         Raises:
-            AttemptError: the block could not be stored, or not in time.
+            StoreError: the block could not be stored, or not in time.
         """
         # No checksum of the whole block is sent: each frame has its own.
         headers = {} if overwrites else {"if-none-match": "*"}
@@ -207,10 +200,10 @@ class BlockBucket:
                 try:
                     await self._puts.attempt(call, lambda: Priority.PREFETCH)
                     return True
-                except AttemptError as error:
-                    if headers and error.failure.status == 412:
+                except StoreError as error:
+                    if headers and error.status == 412:
                         return False
-                    if error.failure.kind is not ConflictError:
+                    if not isinstance(error, ConflictError):
                         raise
                 await trio.sleep(COLLIDED_S)
-        raise AttemptError(_TOO_SLOW)
+        raise UnreachableError("it takes too long")

@@ -39,7 +39,7 @@ from fusefs.cluster_cache.policy import (
     Sampling,
 )
 from fusefs.cluster_cache.remote import BlockBucket
-from fusefs.store.errors import AttemptError, NotFoundError
+from fusefs.store.errors import NotFoundError, StoreError
 from fusefs.store.interface import (
     NewFile,
     ObjectVersion,
@@ -219,8 +219,8 @@ class _Lookup:
             self._note_lost()
         elif isinstance(error, BadBlockError):
             self.outcome, self.why = LookupOutcome.BAD, str(error)
-        elif isinstance(error, AttemptError):
-            self.outcome, self.why = _classify(error), error.failure.in_full
+        elif isinstance(error, StoreError):
+            self.outcome, self.why = _classify(error), error.in_full
         elif self.error is None:  # unforeseen: it fails only this lookup
             self.outcome, self.why = LookupOutcome.FAILED, repr(error)
             logger.warning("an answer of the cluster cache can't be read", exc_info=error)
@@ -314,13 +314,12 @@ class _Lookup:
             self.race.leave("cluster")
 
 
-def _classify(error: AttemptError) -> LookupOutcome:
-    failure = error.failure
-    if issubclass(failure.kind, NotFoundError) and failure.code != "NoSuchBucket":
+def _classify(error: StoreError) -> LookupOutcome:
+    if isinstance(error, NotFoundError) and error.s3_code != "NoSuchBucket":
         return LookupOutcome.MISS
-    if failure.status == 416:  # the block is shorter than it should be
+    if error.status == 416:  # the block is shorter than it should be
         return LookupOutcome.BAD
-    return LookupOutcome.REFUSED if failure.status else LookupOutcome.FAILED
+    return LookupOutcome.REFUSED if error.status else LookupOutcome.FAILED
 
 
 async def _read_from_s3(
@@ -383,7 +382,7 @@ class ClusterTier:
             try:
                 await self._blocks.open()
             except Exception as error:  # no exception may escape: S3 has everything
-                why = error.failure.in_full if isinstance(error, AttemptError) else repr(error)
+                why = error.in_full if isinstance(error, StoreError) else repr(error)
                 if self.why != why:
                     logger.warning("the cluster cache can't be used: %s", why)
                 self.why = why

@@ -10,7 +10,7 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem
 from fusefs.settings.display import human_duration
 from fusefs.store.engine.engine import open_engine
-from fusefs.store.errors import NO_CREDENTIALS, SILENT_SOURCE, AttemptError
+from fusefs.store.errors import NoCredentialsError, SilentSourceError, StoreError
 from fusefs.store.s3.access import Access, AccessSource
 from fusefs.store.s3.settings import S3Settings
 
@@ -21,9 +21,9 @@ def check(settings: S3Settings) -> tuple[Finding, Access | None]:
     """Find credentials; return a finding, and the `Access` to S3 (None on a problem). Blocks."""
     try:
         access = trio.run(_connect, settings)
-    except AttemptError as error:
+    except StoreError as error:
         text, what_to_do = str(error), "correct this first: every request to S3 needs credentials"
-        if error.failure in (NO_CREDENTIALS, SILENT_SOURCE):  # messages with text and advice
+        if isinstance(error, NoCredentialsError | SilentSourceError):  # with text and advice
             text, _, what_to_do = text.partition(": ")
         return problem("credentials", text, what_to_do), None
     if access.credentials is None:

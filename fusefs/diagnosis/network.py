@@ -19,7 +19,7 @@ import trio
 from fusefs.diagnosis.findings import Finding, advice, ok, problem, skipped
 from fusefs.store import unreachable
 from fusefs.store.engine.engine import Completion, open_engine
-from fusefs.store.errors import PROXY_PASSWORD, AttemptError, StoreError, translate
+from fusefs.store.errors import PROXY_PASSWORD, StoreError, translate
 from fusefs.store.http.proxies import PORTS
 from fusefs.store.s3.access import DEFAULT_REGION, Access
 from fusefs.store.s3.address import Call
@@ -39,7 +39,7 @@ def check(settings: S3Settings) -> Iterator[Finding]:
     """Make all checks of the network path to the bucket of these settings."""
     try:
         access = _unsigned_access(settings)
-    except (StoreError, AttemptError) as error:
+    except StoreError as error:
         yield problem("network", str(error), "correct what the sentence names")
         return
     yield _name(access.url, access.address.route.proxy)
@@ -71,10 +71,8 @@ def _unsigned_access(settings: S3Settings) -> Access:
                 read_timeout_s=CONNECT_TIMEOUT_S,
             )
         )
-    except (StoreError, AttemptError):
-        raise
     except Exception as error:  # botocore raises many kinds for mistakes in its files
-        raise StoreError(translate(error).sentence) from error
+        raise translate(error) from error
 
 
 async def _ask(access: Access) -> Completion:
@@ -119,8 +117,8 @@ def _name(url: str, proxy: str | None) -> Finding:
 def _connection(access: Access, completion: Completion, check: str) -> Finding:
     """Return a finding about the connection; any answer, even a refusal, proves that it works."""
     if completion.error is not None and not completion.status:
-        failure = unreachable.of_engine(completion, access.url, access.address.route.proxy)
-        return _unreachable(check, failure.sentence)
+        error = unreachable.of_engine(completion, access.url, access.address.route.proxy)
+        return _unreachable(check, str(error))
     if completion.status == 407:
         return _unreachable(check, PROXY_PASSWORD)
     text = (

@@ -11,7 +11,7 @@ import errno
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 
@@ -25,16 +25,52 @@ class ErrorCode(enum.StrEnum):
     UNAVAILABLE = "unavailable"  # another attempt may succeed
 
 
+@dataclass(eq=False, repr=False)
 class StoreError(Exception):
-    """Failure of a request; `errno` is for the system call, `s3_code` is S3's code or "".
+    """Failure of a request, or of one attempt of it; `errno` is for the system call.
 
-    `may_be_done` is True if S3 may have carried out the request in one of its attempts.
+    `status`, `s3_code` and `request_id` are those of S3's answer: 0 and "" if there was none.
+    `is_retryable` says that another attempt may succeed, `has_expired` that new credentials may
+    help. `longest_s` limits the time for which a retry is worthwhile. `region` is the bucket's
+    region, if the request was sent to a wrong one, else "". `may_be_done` is True if S3 may have
+    carried out the request in one of its attempts.
+
+    A failure is kept as a copy (`dataclasses.replace`), because an error that was raised holds its
+    traceback, and so the memory of the calls that it ended.
     """
 
     errno = errno.EIO
-    may_be_done = False
-    s3_code = ""
     code: ClassVar[ErrorCode] = ErrorCode.UNAVAILABLE
+
+    sentence: str = ""
+    status: int = 0
+    s3_code: str = ""
+    request_id: str = ""
+    is_retryable: bool = False
+    has_expired: bool = False
+    longest_s: float = math.inf
+    region: str = ""
+    may_be_done: bool = False
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    @property
+    def in_full(self) -> str:
+        """The sentence, followed by S3's status, code and request id."""
+        detail = f"status {self.status} {self.s3_code}, request {self.request_id or 'unknown'}"
+        return f"{self.sentence} [{detail}]"
+
+    @property
+    def is_refusal(self) -> bool:
+        """True if S3 or the provider of the credentials refuses this identity."""
+        is_about_time = self.s3_code in _EXPIRED or self.s3_code == "RequestTimeTooSkewed"
+        is_no = self.status in (401, 403) or self.s3_code in _REJECTED
+        return is_no and isinstance(self, AccessDeniedError) and not is_about_time
+
+    def of_kind(self, kind: type[StoreError], **changes: Any) -> StoreError:
+        """Return this failure as an error of the class `kind`, with other values of fields."""
+        return kind(**{**asdict(self), **changes})
 
 
 class NotFoundError(StoreError):
@@ -54,6 +90,26 @@ class CredentialsError(AccessDeniedError):
     """The credentials have expired or are rejected: new ones would help."""
 
     code = ErrorCode.CREDENTIALS
+
+
+@dataclass(eq=False, repr=False)
+class NoCredentialsError(CredentialsError):
+    """There are no credentials."""
+
+    sentence: str = (
+        "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
+        " name a --profile, or use --anonymous for a public bucket"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class SilentSourceError(CredentialsError):
+    """The provider of credentials that a profile or the environment names does not answer."""
+
+    sentence: str = (
+        "the provider of the credentials does not answer: run the profile's credential_process"
+        " by hand, or check whether the identity service can be reached"
+    )
 
 
 class MisconfiguredError(StoreError):
@@ -101,47 +157,6 @@ class ThrottledError(StoreError):
 
 class UnreachableError(StoreError):
     """S3 gave no usable answer (time-out, 5xx, bad certificate); retries failed or can't help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One failed attempt: the error's `kind` and `sentence`, and S3's status and code.
-
-    `status` is 0 if there was no answer. `has_expired` says that new credentials may help.
-    `longest_s` limits the time for which a retry is worthwhile. `region` is the bucket's region, if
-    the request was sent to a wrong one, else "".
-    """
-
-    kind: type[StoreError]
-    sentence: str
-    status: int = 0
-    code: str = ""
-    request_id: str = ""
-    is_retryable: bool = False
-    has_expired: bool = False
-    longest_s: float = math.inf
-    region: str = ""
-
-    @property
-    def in_full(self) -> str:
-        """The sentence, followed by S3's status, code and request id."""
-        detail = f"status {self.status} {self.code}, request {self.request_id or 'unknown'}"
-        return f"{self.sentence} [{detail}]"
-
-    @property
-    def is_refusal(self) -> bool:
-        """True if S3 or the provider of the credentials refuses this identity."""
-        is_about_time = self.code in _EXPIRED or self.code == "RequestTimeTooSkewed"
-        is_no = self.status in (401, 403) or self.code in _REJECTED
-        return is_no and issubclass(self.kind, AccessDeniedError) and not is_about_time
-
-
-class AttemptError(Exception):
-    """Failure of one attempt of a request; another attempt may succeed (`failure.is_retryable`)."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.sentence)
-        self.failure = failure
 
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
@@ -222,68 +237,54 @@ _STATUSES = {
 }
 
 
-def from_status(status: int, code: str, request_id: str) -> Failure:
+def from_status(status: int, code: str, request_id: str) -> StoreError:
     """Return the failure that an HTTP status and an S3 error code stand for."""
     usual = (StoreError, f"S3 answered with status {status} {code}".strip(), False)
     if status >= 500:
         usual = (UnreachableError, f"S3 failed with status {status}", True)
     kind, sentence, may_pass = _BY_CODE.get(code) or _BY_STATUS.get(status) or usual
     sentence = _SENTENCES.get(code, sentence)
-    return Failure(kind, sentence, status, code, request_id, may_pass, has_expired=code in _EXPIRED)
+    return kind(sentence, status, code, request_id, may_pass, has_expired=code in _EXPIRED)
 
 
-def from_code(code: str) -> Failure:
+def from_code(code: str) -> StoreError:
     """Return the failure for an error code without a status, as DeleteObjects gives by key."""
     return from_status(_STATUSES.get(code, 400), code, "")
 
 
-NO_CREDENTIALS = Failure(
-    CredentialsError,
-    "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY,"
-    " name a --profile, or use --anonymous for a public bucket",
-)
-
-# About the provider of credentials that a profile or the environment names.
-SILENT_SOURCE = Failure(
-    CredentialsError,
-    "the provider of the credentials does not answer: run the profile's credential_process"
-    " by hand, or check whether the identity service can be reached",
-)
-
-
-def translate(error: Exception) -> Failure:
+def translate(error: Exception) -> StoreError:
     """Return the failure for an exception: the store's own, botocore's, or an unforeseen one."""
-    if isinstance(error, StoreError):  # raised by our own check of the settings
-        return Failure(type(error), str(error))
+    if isinstance(error, StoreError):
+        return replace(error)
     if (known := _from_botocore(error)) is not None:
         return known
     if isinstance(error, OSError) and error.filename is not None:
-        return Failure(StoreError, f"{error.filename}: {error.strerror}")
+        return StoreError(f"{error.filename}: {error.strerror}")
     # An unforeseen exception of a library (about a missing header, say) ends one request, not the
     # mount.
     what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return Failure(StoreError, f"S3 can't be used: {what}{_one_line(error)}")
+    return StoreError(f"S3 can't be used: {what}{_one_line(error)}")
 
 
-def _from_botocore(error: Exception) -> Failure | None:
+def _from_botocore(error: Exception) -> StoreError | None:
     # Imported late, as it takes half a second; done already if botocore raised the error.
     from botocore import exceptions
 
     if isinstance(error, exceptions.ClientError):
         failure = _from_answer(error.response)
-        if error.operation_name == "AssumeRoleWithWebIdentity" and failure.kind is StoreError:
+        if error.operation_name == "AssumeRoleWithWebIdentity" and type(failure) is StoreError:
             # Token services other than AWS's STS have codes of their own for a rejected token.
-            what = f"{_REJECTED['InvalidIdentityToken']} ({failure.code or failure.status})"
-            return replace(failure, kind=CredentialsError, sentence=what)
+            what = f"{_REJECTED['InvalidIdentityToken']} ({failure.s3_code or failure.status})"
+            return failure.of_kind(CredentialsError, sentence=what)
         return failure
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-        return NO_CREDENTIALS
+        return NoCredentialsError()
     if isinstance(error, exceptions.ProfileNotFound):
-        return Failure(AccessDeniedError, f"there is no AWS profile {error.kwargs['profile']!r}")
+        return AccessDeniedError(f"there is no AWS profile {error.kwargs['profile']!r}")
     if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError):
         sentence = f"no answer from the provider of the credentials: {_one_line(error)}"
         is_retryable = not isinstance(error, exceptions.SSLError)
-        return Failure(UnreachableError, sentence, is_retryable=is_retryable)
+        return UnreachableError(sentence, is_retryable=is_retryable)
     if isinstance(
         error,
         exceptions.SSOError
@@ -292,15 +293,15 @@ def _from_botocore(error: Exception) -> Failure | None:
         | exceptions.MetadataRetrievalError
         | exceptions.RefreshWithMFAUnsupportedError,
     ):
-        return Failure(CredentialsError, f"no credentials: {_one_line(error)}", is_retryable=True)
+        return CredentialsError(f"no credentials: {_one_line(error)}", is_retryable=True)
     if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
-        return Failure(MisconfiguredError, _INVALID_NAME)
+        return MisconfiguredError(_INVALID_NAME)
     if isinstance(error, exceptions.BotoCoreError):
-        return Failure(StoreError, f"the AWS configuration can't be used: {_one_line(error)}")
+        return StoreError(f"the AWS configuration can't be used: {_one_line(error)}")
     return None
 
 
-def _from_answer(response: Mapping[str, Any]) -> Failure:
+def _from_answer(response: Mapping[str, Any]) -> StoreError:
     """Return the failure in an answer that botocore has parsed."""
     answer = response.get("ResponseMetadata", {})
     code = str(response.get("Error", {}).get("Code") or "")
@@ -323,7 +324,7 @@ _ELSEWHERE = frozenset((301, 302, 307, 400))
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 
-def from_body(status: int, text: str, request_id: str = "") -> Failure:
+def from_body(status: int, text: str, request_id: str = "") -> StoreError:
     """Return the failure that a status and S3's error document in `text` stand for."""
     code, document_id = (
         match[1] if (match := p.search(text)) else "" for p in (_CODE, _REQUEST_ID)

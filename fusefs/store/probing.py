@@ -22,13 +22,7 @@ import trio
 
 from fusefs.store import capabilities
 from fusefs.store.capabilities import PROBE_NAME, Capabilities
-from fusefs.store.errors import (
-    AccessDeniedError,
-    AttemptError,
-    ConflictError,
-    StoreError,
-    UnsupportedError,
-)
+from fusefs.store.errors import AccessDeniedError, ConflictError, StoreError, UnsupportedError
 from fusefs.store.interface import IfMatch, Write
 from fusefs.store.s3 import multipart, put
 from fusefs.store.s3.address import Call
@@ -177,8 +171,8 @@ async def _compares_checksums(requester: Requester, key: str) -> bool:
     call = Call("PUT", "PUT", key, headers={"x-amz-checksum-crc32": _OTHER_CRC32}, body=_BODY)
     try:
         await requester.attempt(call)
-    except AttemptError as error:
-        if 400 <= error.failure.status < 500 and error.failure.status != 429:
+    except StoreError as error:
+        if 400 <= error.status < 500 and error.status != 429:
             return True
-        raise requester.failed(call, error.failure) from error
+        raise requester.failed(call, error) from error
     return False

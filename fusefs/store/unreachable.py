@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fusefs.store.errors import (
-    PROXY_PASSWORD,
-    Failure,
-    StaleVersionError,
-    StoreError,
-    UnreachableError,
-)
+from fusefs.store.errors import PROXY_PASSWORD, StaleVersionError, StoreError, UnreachableError
 
 if TYPE_CHECKING:
     from fusefs.store.engine.engine import Completion
@@ -27,11 +22,11 @@ _OTHER_SIZE = "what S3 sends is not the object as it is stored (is that compress
 # Errors of an answer that came. Most would be the same the next time: headers are stored with the
 # object. Another range is perhaps a proxy's mistake.
 _UNFIT = {
-    "etag": Failure(StaleVersionError, "the object has been replaced"),
-    "range": Failure(StoreError, _OTHER_RANGE, is_retryable=True, longest_s=10.0),
-    "size": Failure(StoreError, _OTHER_SIZE),
-    "too-large": Failure(UnreachableError, "the answer is longer than any should be"),
-    "malformed": Failure(UnreachableError, "the answer has a header that none should have"),
+    "etag": StaleVersionError("the object has been replaced"),
+    "range": StoreError(_OTHER_RANGE, is_retryable=True, longest_s=10.0),
+    "size": StoreError(_OTHER_SIZE),
+    "too-large": UnreachableError("the answer is longer than any should be"),
+    "malformed": UnreachableError("the answer has a header that none should have"),
 }
 _UNTRUSTED = "its certificate is of an authority that is not trusted (setting ca-bundle)"
 _OWN = "its certificate is its own authority, and not trusted (setting ca-bundle)"
@@ -53,14 +48,14 @@ _OPENSSL = (
 _PROBLEM = re.compile("SSL certificate problem: (.*)")
 
 
-def of_engine(completion: Completion, origin: str, proxy: str | None) -> Failure:
+def of_engine(completion: Completion, origin: str, proxy: str | None) -> StoreError:
     """Return the failure of an engine's request that got no complete answer from `origin`.
 
     `proxy` is the URL of the proxy that the request went through, or None.
     """
     error = completion.error
     if error in _UNFIT:
-        return _UNFIT[error]
+        return replace(_UNFIT[error])
     if error in ("timeout", "low-speed"):
         return _may_pass(f"no answer from {origin} in time")
     if error in ("certificate", "tls"):
@@ -68,10 +63,10 @@ def of_engine(completion: Completion, origin: str, proxy: str | None) -> Failure
     place = urlsplit(proxy or "").netloc.rpartition("@")[2]
     status, whom = completion.proxy_status, f"the proxy {place}"
     if status == 407:
-        return Failure(UnreachableError, f"{PROXY_PASSWORD} ({place})")
+        return UnreachableError(f"{PROXY_PASSWORD} ({place})")
     if status >= 300:
         sentence = f"{whom} does not connect to S3: {status}"
-        return Failure(UnreachableError, sentence, is_retryable=status >= 500)
+        return UnreachableError(sentence, is_retryable=status >= 500)
     if proxy is None or error not in ("connect", "resolve", "proxy"):
         whom = origin
     why = ""
@@ -84,15 +79,15 @@ def of_engine(completion: Completion, origin: str, proxy: str | None) -> Failure
     return _may_pass(f"no connection to {whom}{why}")
 
 
-def _of_openssl(reason: str, whom: str) -> Failure:
+def _of_openssl(reason: str, whom: str) -> StoreError:
     refused = f"no secure connection to {whom}: "
     for part, sentence in _OPENSSL:
         if part in reason:
-            return Failure(UnreachableError, refused + sentence)
+            return UnreachableError(refused + sentence)
     if (problem := _PROBLEM.search(reason)) is not None:
-        return Failure(UnreachableError, f"{refused}its certificate is refused: {problem[1]}")
+        return UnreachableError(f"{refused}its certificate is refused: {problem[1]}")
     return _may_pass(refused + reason)
 
 
-def _may_pass(sentence: str) -> Failure:
-    return Failure(UnreachableError, sentence, is_retryable=True)
+def _may_pass(sentence: str) -> StoreError:
+    return UnreachableError(sentence, is_retryable=True)

@@ -23,14 +23,7 @@ from urllib.parse import urlsplit
 import trio
 
 from fusefs.store.engine.engine import Route
-from fusefs.store.errors import (
-    NO_CREDENTIALS,
-    SILENT_SOURCE,
-    AttemptError,
-    Failure,
-    StoreError,
-    translate,
-)
+from fusefs.store.errors import NoCredentialsError, SilentSourceError, StoreError, translate
 from fusefs.store.http import proxies, redirects, trust
 from fusefs.store.http.server_clock import ServerClock
 from fusefs.store.http.sigv4 import Signer
@@ -66,7 +59,6 @@ AGAIN_S = 30.0
 # Credentials that stay the same until an administrator changes them.
 _STATIC = ("env", "shared-credentials-file", "config-file", "explicit")
 _SCOPE = re.compile(r"AWS4-HMAC-SHA256 Credential=[^/]+/\d+/([^/]+)/([^/]+)/aws4_request")
-_UNKNOWN_SIGNATURE = Failure(StoreError, "the bucket's requests are signed in an unknown way")
 
 
 class Access:
@@ -76,8 +68,8 @@ class Access:
         """Find the credentials and the address. Blocks.
 
         Raises:
-            AttemptError: there are no credentials, or the credentials or the bucket can't be used.
-            StoreError: certificates or proxies that were configured can't be used.
+            StoreError: there are no credentials; or the credentials, the bucket, or the configured
+                certificates or proxies can't be used.
         """
         self._settings = settings
         self.clock = clock or ServerClock()
@@ -101,7 +93,7 @@ class Access:
         if not settings.anonymous:
             self.credentials = self._find_credentials()
             if self.credentials is None:
-                raise AttemptError(NO_CREDENTIALS)
+                raise NoCredentialsError
         # The keys that sign requests; None for unsigned requests.
         self.keys: ReadOnlyCredentials | None = None
         self.renew()
@@ -110,9 +102,9 @@ class Access:
         self.address = self._plain_address() if is_plain else self._botocores_address()
         self.principal = self._name_of_credentials()
         if settings.customer_key is not None:
-            failure = customer_key_obstacle(self.url, self.address.route.proxy)
-            if failure is not None:
-                raise AttemptError(failure)
+            error = customer_key_obstacle(self.url, self.address.route.proxy)
+            if error is not None:
+                raise error
             # Content decrypted with a key is only for identities that have the key.
             self.principal += f" customer key {settings.customer_key.identity}"
 
@@ -196,9 +188,9 @@ class Access:
             return AWSResponse(request.url, 204, cast(Any, {}), no_body)
 
         client = self._botocores_client()
-        failure = obstacle(self._settings.bucket, is_aws=redirects.is_aws(client.meta.endpoint_url))
-        if failure is not None:
-            raise AttemptError(failure)
+        error = obstacle(self._settings.bucket, is_aws=redirects.is_aws(client.meta.endpoint_url))
+        if error is not None:
+            raise error
         client.meta.events.register_first("before-send.s3", keep)
         client.list_objects_v2(Bucket=self._settings.bucket)
         (request,) = sent
@@ -210,7 +202,7 @@ class Access:
         if scope is not None:
             region, signer = scope[1], Signer(scope[1], scope[2], self.clock)
         elif self.credentials is not None:
-            raise AttemptError(_UNKNOWN_SIGNATURE)
+            raise StoreError("the bucket's requests are signed in an unknown way")
         return self._address(request.url, region, signer)
 
     def _botocores_client(self) -> Any:
@@ -251,7 +243,7 @@ class SharedCall:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
-        self._failure: Failure | None = None  # of the last call
+        self._failure: StoreError | None = None  # of the last call
         self._ended: trio.Event | None = None  # of the running call
 
     @property
@@ -264,7 +256,7 @@ class SharedCall:
         `accept` gets the result of `work`, even if the wait was cancelled or timed out before.
 
         Raises:
-            AttemptError: the call failed, or did not end in time.
+            StoreError: the call failed, or did not end in time.
         """
         ended = self._ended
         if ended is None:
@@ -272,18 +264,17 @@ class SharedCall:
             self._nursery.start_soon(self._run, work, accept)
         with trio.move_on_after(SOURCE_LIMIT_S) as waiting:
             await ended.wait()
-        failure = SILENT_SOURCE if waiting.cancelled_caught else self._failure
-        if failure is not None:
-            raise AttemptError(failure)
+        if waiting.cancelled_caught:
+            raise SilentSourceError
+        if self._failure is not None:
+            raise replace(self._failure)
 
     async def _run(self, work: Callable[[], T], accept: Callable[[T], None]) -> None:
         failure = None
         try:
             accept(await trio.to_thread.run_sync(work, abandon_on_cancel=True))
-        except AttemptError as error:
-            failure = error.failure
         except RuntimeError as error:  # the system starts no thread
-            failure = Failure(StoreError, f"no thread for S3: {error}", is_retryable=True)
+            failure = StoreError(f"no thread for S3: {error}", is_retryable=True)
         except Exception as error:  # each provider of credentials has its own
             failure = translate(error)
         finally:
@@ -314,7 +305,7 @@ class AccessSource:
         """Return the bucket's `Access` with valid credentials; find or renew them first if need be.
 
         Raises:
-            AttemptError: there are no credentials, they can't be used, or their provider does not
+            StoreError: there are no credentials, they can't be used, or their provider does not
                 answer in time.
         """
         access = self.access
@@ -330,21 +321,20 @@ class AccessSource:
                 # all requests, which then fail with it although their credentials are valid.
                 self._next_renewal = time.monotonic() + AGAIN_S
                 self._nursery.start_soon(self._renew, access)
-        except AttemptError as error:
-            if error.failure is SILENT_SOURCE and self.access is access:
+        except (NoCredentialsError, SilentSourceError) as error:
+            if isinstance(error, SilentSourceError) and self.access is access:
                 # The renewal may never end: the next request looks for the credentials anew.
                 self.access, self._renewing = None, SharedCall(self._nursery)
-            is_lack = error.failure in (NO_CREDENTIALS, SILENT_SOURCE)
-            if is_lack and self.principal is not None:
+            if self.principal is not None:
                 # There were credentials before: the provider is silent, or the file is rewritten.
-                raise AttemptError(replace(error.failure, is_retryable=True)) from error
+                raise replace(error, is_retryable=True) from error
             raise
         return access
 
     async def _renew(self, access: Access) -> None:
         try:
             await self._renewing.wait(access.renew, lambda _: None)
-        except AttemptError as error:
+        except StoreError as error:
             logger.warning("the credentials are not renewed yet: %s", error)
 
     def _take(self, access: Access) -> None:
@@ -376,7 +366,7 @@ class AccessSource:
 
         try:
             await self._looking.wait(current.has_other_credentials, accept)
-        except AttemptError as error:
+        except StoreError as error:
             logger.info("no other credentials: %s", error)
         return self.access is not current
 

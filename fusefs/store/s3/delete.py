@@ -17,7 +17,6 @@ from functools import partial
 
 from fusefs.store.engine.engine import Completion
 from fusefs.store.errors import (
-    AttemptError,
     ConflictError,
     NotFoundError,
     StoreError,
@@ -113,19 +112,19 @@ async def _send_batch(
 
     def accept(answer: Completion) -> None:
         nonlocal remaining
-        undeleted, last = documents.undeleted(answer), None
+        undeleted, last = documents.undeleted(answer), ""
         remaining = []
         for key, code in undeleted:
             failure = from_code(code)
             if failure.is_retryable:
                 remaining.append(key)
-                last = failure
+                last = code
             elif failure.status == 412:
                 refused.append(key)
             elif failure.status != 404:
-                failures.append(DeleteFailure(key, failure.kind(failure.sentence)))
-        if last is not None:
-            raise AttemptError(last)
+                failures.append(DeleteFailure(key, failure))
+        if remaining:
+            raise from_code(last)
 
     try:
         await fence.requester.send(call, accept)

@@ -1,7 +1,7 @@
 """The small XML documents of S3's requests and answers, except listings of objects.
 
 S3 begins the answer to a slow request before it knows the result: an answer with status 200 may
-contain an error, or no document. Functions that read answers then raise AttemptError.
+contain an error, or no document. Functions that read answers then raise StoreError.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """
@@ -14,28 +14,28 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from fusefs.store.engine.engine import Completion
-from fusefs.store.errors import AttemptError, Failure, UnreachableError, UnsupportedError, from_body
+from fusefs.store.errors import StoreError, UnreachableError, UnsupportedError, from_body
 from fusefs.store.interface import Part, PendingUpload
 from fusefs.store.s3.list import decoded, nanoseconds, quoted, text_of
 
 T = TypeVar("T")
 
-_ODD_LISTING = Failure(UnsupportedError, "this server's listings make no sense, or do not go on")
+_ODD_LISTING = "this server's listings make no sense, or do not go on"
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 # XML parsers turn other line ends into line feeds. (xml.sax.saxutils imports half of urllib.)
 _ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;", "\n": "&#10;"})
 
 
-def no_result() -> AttemptError:
+def no_result() -> StoreError:
     """Return the error for an answer with status 200 that does not say what was done."""
-    return AttemptError(Failure(UnreachableError, "S3 did not say what it did", is_retryable=True))
+    return UnreachableError("S3 did not say what it did", is_retryable=True)
 
 
 def etag_in(text: str | None) -> str:
     """Return the quoted ETag in `text`, which an answer to a change gives.
 
     Raises:
-        AttemptError: `text` is empty, or no request could carry the ETag.
+        StoreError: `text` is empty, or no request could carry the ETag.
     """
     if not text:
         raise no_result()
@@ -46,7 +46,7 @@ def read(answer: Completion, tag: str) -> Element:
     """Return the root of an answer's document.
 
     Raises:
-        AttemptError: the document is an error, or has another root than `tag`.
+        StoreError: the document is an error, or has another root than `tag`.
     """
     try:
         root = ElementTree.fromstring(answer.body.strip())
@@ -54,7 +54,7 @@ def read(answer: Completion, tag: str) -> Element:
         raise no_result() from error
     found = root.tag.rpartition("}")[2]
     if found == "Error":
-        raise AttemptError(from_body(500, answer.body.decode(errors="replace")))
+        raise from_body(500, answer.body.decode(errors="replace"))
     if found != tag:
         raise no_result()
     return root
@@ -97,7 +97,7 @@ def undeleted(answer: Completion) -> list[tuple[str, str]]:
 
 
 def upload_id(answer: Completion) -> str:
-    """Return the id of a newly created upload; raise AttemptError if the answer has no id."""
+    """Return the id of a newly created upload; raise StoreError if the answer has no id."""
     found = text_of(read(answer, "InitiateMultipartUploadResult"), "UploadId")
     if not found:
         raise no_result()
@@ -110,7 +110,7 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
     `start` has the parameters with which this page was requested ({} for the first page).
 
     Raises:
-        AttemptError: the answer is no page of parts, or lacks the marker of the next page.
+        StoreError: the answer is no page of parts, or lacks the marker of the next page.
     """
 
     def part(one: Element) -> Part:
@@ -144,7 +144,7 @@ def _rows(root: Element, tag: str, row: Callable[[Element], T]) -> list[T]:
     try:
         return [row(one) for one in root.iterfind(f"{{*}}{tag}")]
     except ValueError as error:
-        raise AttemptError(_ODD_LISTING) from error
+        raise UnsupportedError(_ODD_LISTING) from error
 
 
 def _behind(
@@ -155,13 +155,13 @@ def _behind(
     `start` has this page's parameters; `markers` names, for each, the element with its next value.
 
     Raises:
-        AttemptError: there is no next value, or the next page would be this page again.
+        StoreError: there is no next value, or the next page would be this page again.
     """
     if text_of(root, "IsTruncated") != "true":
         return None
     following = {name: text for name, tag in markers.items() if (text := text_of(root, tag))}
     if not following or following == dict(start):
-        raise AttemptError(_ODD_LISTING)
+        raise UnsupportedError(_ODD_LISTING)
     return following
 
 

@@ -18,13 +18,7 @@ from fusefs.store import checksum
 from fusefs.store.admission.hedging import Hedging
 from fusefs.store.checksum import ASKING
 from fusefs.store.engine.engine import Completion, Engine, FileSink, Request, Sums, Transfer
-from fusefs.store.errors import (
-    AttemptError,
-    Failure,
-    StoreError,
-    UnreachableError,
-    UnsupportedError,
-)
+from fusefs.store.errors import StoreError, UnreachableError, UnsupportedError
 from fusefs.store.fencing import META
 from fusefs.store.interface import (
     LARGE,
@@ -85,7 +79,7 @@ class Getter:
             self._has_checksums = False
         if META in "\n".join(part.headers):
             length = {"content-length": str(version.size)}
-            with suppress(AttemptError):
+            with suppress(StoreError):
                 self._described(parse_head(version.key, {**part.headers, **length}))
 
     async def _download(self, part: RangeDownload, priority: Urgency) -> None:
@@ -152,7 +146,7 @@ class RangeDownload:
         """Compare a small whole object's checksum; the bytes count as fetched if they match.
 
         Raises:
-            AttemptError: the bytes have another checksum.
+            StoreError: the bytes have another checksum.
         """
         self.headers = answer.headers
         if not self.is_whole_and_small:
@@ -162,9 +156,7 @@ class RangeDownload:
         name = checksum.mismatch(answer.headers, content, self._sums[0][2])
         if name is not None:
             sentence = f"what arrived has another {name} than the object"
-            raise AttemptError(
-                Failure(UnreachableError, sentence, is_retryable=True, longest_s=WRONG_BYTES_S)
-            )
+            raise UnreachableError(sentence, is_retryable=True, longest_s=WRONG_BYTES_S)
         self._take(self.stop, self._sums)
 
     # --- progress of the attempts ---------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from urllib.parse import quote
 
-from fusefs.store.errors import AttemptError, Failure, UnreachableError
+from fusefs.store.errors import UnreachableError
 from fusefs.store.fencing import META
 from fusefs.store.interface import ObjectInfo, Urgency, demanded
 from fusefs.store.s3.address import Call
@@ -75,7 +75,7 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
     """Return the object that an answer's headers describe.
 
     Raises:
-        AttemptError: headers are missing or unusable.
+        StoreError: headers are missing or unusable.
     """
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
@@ -91,5 +91,4 @@ def parse_head(key: str, headers: Mapping[str, str]) -> ObjectInfo:
             {name.removeprefix(META): text for name, text in found.items()},
         )
     except (ArithmeticError, KeyError, ValueError) as error:
-        sentence = "S3 did not say what there is"
-        raise AttemptError(Failure(UnreachableError, sentence, is_retryable=True)) from error
+        raise UnreachableError("S3 did not say what there is", is_retryable=True) from error

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
-from fusefs.store.errors import AttemptError, Failure, StoreError, UnreachableError
+from fusefs.store.errors import StoreError, UnreachableError
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.store.s3.address import Call
 
@@ -68,7 +68,7 @@ def parse(body: bytes, prefix: str = "") -> ListPage:
     """Parse a ListBucketResult; entries that are not below the prefix are dropped.
 
     Raises:
-        AttemptError: the document is no listing.
+        StoreError: the document is no listing.
     """
     try:
         entries, rest = _cut(body.decode())
@@ -77,8 +77,8 @@ def parse(body: bytes, prefix: str = "") -> ListPage:
         # A truncated document may be whole the next time; any other stays the same.
         is_whole = b"<ListBucketResult" in body and body.rstrip().endswith(b"</ListBucketResult>")
         sentence = f"the answer is not a listing: {error}"
-        raise AttemptError(
-            Failure(UnreachableError, sentence, is_retryable=not is_whole, longest_s=GARBLED_TIME_S)
+        raise UnreachableError(
+            sentence, is_retryable=not is_whole, longest_s=GARBLED_TIME_S
         ) from error
 
 
@@ -150,7 +150,7 @@ def _objects(entries: list[str], is_encoded: bool) -> list[ObjectInfo]:
         values = list(map(size_of, sizes)), etags, map(nanoseconds, times)
         if {len(keys), len(sizes), len(etags), len(times), len(storage_classes)} == {len(entries)}:
             return list(map(ObjectInfo, keys, *values, storage_classes))
-    except (AttemptError, ValueError):
+    except (StoreError, ValueError):
         pass
     if len(entries) == 1:
         return [ObjectInfo(keys[0] if keys else "", 0, "", 0)]
@@ -176,12 +176,12 @@ def quoted(etag: str) -> str:
     S3's ETags are strong; some proxies weaken them (`W/"…"`), but not in all answers.
 
     Raises:
-        AttemptError: no request could carry the ETag.
+        StoreError: no request could carry the ETag.
     """
     etag = etag.removeprefix("W/")
     etag = etag if etag.startswith('"') else f'"{etag}"'
     if not _ETAG.fullmatch(etag):
-        raise AttemptError(Failure(StoreError, f"S3 gives an ETag that can't be used: {etag:.40}"))
+        raise StoreError(f"S3 gives an ETag that can't be used: {etag:.40}")
     return etag
 
 

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -23,14 +22,7 @@ from urllib.parse import unquote
 import trio
 
 from fusefs.store.engine.engine import Completion, FileBody
-from fusefs.store.errors import (
-    AttemptError,
-    Failure,
-    NotFoundError,
-    StoreError,
-    UnsupportedError,
-    from_code,
-)
+from fusefs.store.errors import NotFoundError, StoreError, UnsupportedError, from_code
 from fusefs.store.fencing import ChangeToken
 from fusefs.store.interface import (
     PLAIN,
@@ -266,9 +258,9 @@ class Upload:
             # Ceph's gateway may give no ETag in its answer; no object has the ETag "".
             return quoted(text_of(result, "ETag"))
 
-        async def judge(failure: Failure) -> Failure:
-            if failure.code == "BadDigest":  # a part's checksum, which stays the same
-                return replace(failure, kind=StoreError, is_retryable=False)
+        async def judge(failure: StoreError) -> StoreError:
+            if failure.s3_code == "BadDigest":  # a part's checksum, which stays the same
+                return failure.of_kind(StoreError, is_retryable=False)
             if failure.status == 500 and await self._is_gone():
                 return from_code("NoSuchUpload")
             return failure
@@ -292,8 +284,8 @@ class Upload:
         """True if there is no such upload: then Ceph's gateway answers its completion with 500."""
         try:
             await self._requester.attempt(self._call("LIST PARTS", "GET", {"max-parts": 1}))
-        except AttemptError as error:
-            return error.failure.kind is NotFoundError
+        except StoreError as error:
+            return isinstance(error, NotFoundError)
         return False
 
     async def _seen(self, size: int, condition: Strict) -> ObjectInfo | None:

@@ -29,11 +29,9 @@ from fusefs.store.admission.connection_budget import ConnectionBudget
 from fusefs.store.engine.engine import Completion, Engine, Request, Sums
 from fusefs.store.errors import (
     AccessDeniedError,
-    AttemptError,
     ConflictError,
     CredentialsError,
     ExistsError,
-    Failure,
     MisconfiguredError,
     NotFoundError,
     StaleVersionError,
@@ -54,8 +52,6 @@ from fusefs.telemetry.stalls import WaitCause, stage
 
 logger = logging.getLogger("fusefs.store")
 
-_UNSENDABLE = Failure(StoreError, "no header of a request can say that")
-_TOO_SHORT = Failure(StoreError, "the file became shorter while it was sent")
 _LOCAL = ("sink-failed", "source-failed")
 
 T = TypeVar("T")
@@ -188,7 +184,7 @@ class Requester:
         self.last_answer = -math.inf
         # The last failed attempt, with its time; and the time at which the first of the failed
         # attempts since `last_answer` was sent.
-        self._last_failure: tuple[Failure, float] | None = None
+        self._last_failure: tuple[StoreError, float] | None = None
         self._failing_since = math.inf
         # The changes whose callers want to know if the server may still execute them later.
         self.changes: set[ChangeUnderWay] = set()
@@ -230,14 +226,14 @@ class Requester:
         retry_time_s: float | None = None,
         progress: Progress | None = None,
         hedge: Hedge | None = None,
-        judge: Callable[[Failure], Awaitable[Failure]] | None = None,
+        judge: Callable[[StoreError], Awaitable[StoreError]] | None = None,
     ) -> T:
         """Send a request, with retries while they may help; return the result of `accept`.
 
         `call` may be a function that makes each attempt's `Call`. `accept` reads an answer with a
-        status below 300, and raises AttemptError if the answer is not as it should be. `condition`
-        is the one in the headers; `judge` may replace the failure of an attempt; `hedge` sends a
-        read request, perhaps twice. `retry_time_s` is used instead of the setting, if not None.
+        status below 300, and raises StoreError if the answer is not as it should be. `condition` is
+        the one in the headers; `judge` may replace the failure of an attempt; `hedge` sends a read
+        request, perhaps twice. `retry_time_s` is used instead of the setting, if not None.
 
         Raises:
             StoreError: all attempts failed; one log line says so.
@@ -252,9 +248,9 @@ class Requester:
                     one, priority, progress=progress, hedge=hedge, begun=budget.note_sent
                 )
                 result = accept(answer)
-            except AttemptError as error:
-                self._note_unanswered(one, error.failure)
-                failure = for_condition(error.failure, condition)
+            except StoreError as error:
+                self._note_unanswered(one, error)
+                failure = for_condition(error, condition)
             except trio.Cancelled:
                 self._note_unanswered(one)
                 raise
@@ -273,7 +269,7 @@ class Requester:
             budget.may_be_done = True
             self.counted["retries"] += not failure.region
             # Throttling is logged once a minute (rate.py).
-            level = logging.DEBUG if failure.kind is ThrottledError else logging.INFO
+            level = logging.DEBUG if isinstance(failure, ThrottledError) else logging.INFO
             logger.log(level, "%s again: %s", one.operation, self._describe(one, failure))
             with stage(_cause_of_pause(one.operation, failure)):
                 await trio.sleep(0 if failure.region else budget.pause_s())
@@ -292,7 +288,7 @@ class Requester:
         `begun` is called once the request has a connection. A cancelled request may be executed.
 
         Raises:
-            AttemptError: there was no such answer.
+            StoreError: there was no such answer.
             OSError: the sink's file, or that of the body, can't be used.
         """
         ACTIVITY.note()
@@ -325,19 +321,20 @@ class Requester:
                     clock.first_byte(sent + completion.first_byte_s)
                 if completion.error == "timeout":
                     self._timed_out = trio.current_time()
-                if (failure := failure_of(completion, call, access, offset_s)) is not None:
-                    code = str(failure.status or "none")
-                    raise AttemptError(failure)
+                check(completion, call, access, offset_s)
                 code = "200"
                 return completion
+            except StoreError as error:
+                code = str(error.status or "none")
+                raise
             except ValueError as error:
-                raise AttemptError(_UNSENDABLE) from error
+                raise StoreError("no header of a request can say that") from error
             finally:
                 clock.end(code)
 
     async def _weigh(
-        self, call: Call, failure: Failure, used: Access | None, budget: RetryBudget
-    ) -> Failure:
+        self, call: Call, failure: StoreError, used: Access | None, budget: RetryBudget
+    ) -> StoreError:
         """Return the failure, made retryable if other credentials or another region may help."""
         if failure.region and not budget.has_moved and self.source.relocate(failure.region, used):
             budget.has_moved = True
@@ -346,49 +343,47 @@ class Requester:
             where = f"the bucket is in the region {failure.region}: set --region"
             failure = replace(failure, sentence=where, region="")
         failure = classify(call.operation, await self._explain(call, failure))
-        if (failure.status, failure.code) == (400, "") and not budget.has_retried_400:
+        if (failure.status, failure.s3_code) == (400, "") and not budget.has_retried_400:
             # The credentials may have expired, and been renewed since.
             budget.has_retried_400 = True
             failure = replace(failure, is_retryable=True, has_expired=True)
-        if failure.kind is CredentialsError and not failure.is_retryable:
+        if isinstance(failure, CredentialsError) and not failure.is_retryable:
             with stage(WaitCause.CREDENTIALS):
                 has_renewed = await self.source.has_renewed(used)
             failure = replace(failure, is_retryable=has_renewed)
         return failure
 
-    async def _explain(self, call: Call, failure: Failure) -> Failure:
+    async def _explain(self, call: Call, failure: StoreError) -> StoreError:
         """Send a LIST if a 400 or 403 has no error code: a HEAD's answer has no body for a code.
 
         Return the LIST's failure if it says that S3 rejects the credentials, else `failure`.
         """
         is_due = trio.current_time() - self._last_explained >= EXPLAIN_EVERY_S
-        if not failure.code and (failure.status == 400 or (failure.status == 403 and is_due)):
+        if not failure.s3_code and (failure.status == 400 or (failure.status == 403 and is_due)):
             try:
                 await self.attempt(list_call(call.key, "", "", 1))
-            except AttemptError as error:
-                if error.failure.kind is CredentialsError:
-                    return replace(error.failure, region="")
+            except StoreError as error:
+                if isinstance(error, CredentialsError):
+                    return replace(error, region="")
             self._last_explained = trio.current_time()
         return failure
 
-    def failed(self, call: Call, failure: Failure, *, may_be_done: bool = False) -> StoreError:
+    def failed(self, call: Call, failure: StoreError, *, may_be_done: bool = False) -> StoreError:
         """Count and log a failed request, perhaps done by S3 (`may_be_done`); return its error."""
         # A missing object is a usual answer to lookups, and a condition that does not hold is what
         # the condition is for.
-        is_answer = issubclass(failure.kind, NotFoundError | ConflictError)
+        is_answer = isinstance(failure, NotFoundError | ConflictError)
         self.counted["errors"] += not is_answer
         level = logging.DEBUG if is_answer else logging.WARNING
         logger.log(level, "%s failed: %s", call.operation, self._describe(call, failure))
         request = f" (request {failure.request_id})" if failure.request_id else ""
-        error = failure.kind(failure.sentence + request)
-        error.may_be_done = may_be_done or failure.is_retryable
-        error.s3_code = failure.code
-        return error
+        may_be_done = may_be_done or failure.is_retryable
+        return replace(failure, sentence=failure.sentence + request, may_be_done=may_be_done)
 
-    def _note_unanswered(self, call: Call, failure: Failure | None = None) -> None:
+    def _note_unanswered(self, call: Call, failure: StoreError | None = None) -> None:
         """Set `is_doubtful` of the key's changes if S3 gave no answer (no `failure`: cancelled)."""
         # S3's own 503 has a code; a gateway's may mean that the connection to S3 was lost.
-        codeless = failure is not None and failure.status == 503 and not failure.code
+        codeless = failure is not None and failure.status == 503 and not failure.s3_code
         is_lost = failure is None or failure.status in _NO_ANSWERS or codeless
         if call.operation in _WRITES and is_lost:
             for change in self.changes:
@@ -397,83 +392,82 @@ class Requester:
     def _note_answer(self) -> None:
         self.last_answer, self._failing_since = trio.current_time(), math.inf
 
-    def _react(self, call: Call, failure: Failure, sent: float) -> None:
+    def _react(self, call: Call, failure: StoreError, sent: float) -> None:
         """Update counters, credentials and rate after the failure of an attempt sent at `sent`."""
-        if issubclass(failure.kind, NotFoundError | StaleVersionError | ConflictError):
+        if isinstance(failure, NotFoundError | StaleVersionError | ConflictError):
             self._note_answer()
         elif not failure.region:
             self._last_failure = failure, trio.current_time()
             # An identity may be denied one object, or all writes, and still read others.
-            if failure.kind is not AccessDeniedError or call.operation == "LIST":
+            if type(failure) is not AccessDeniedError or call.operation == "LIST":
                 self._failing_since = min(self._failing_since, sent)
         if failure.has_expired:
             self.source.renew()
-        if failure.kind is ThrottledError:
+        if isinstance(failure, ThrottledError):
             self.counted["throttled"] += 1
             self.connections.note_throttled()
             self.connections.rate.note_refused(f"{call.operation} {self._describe(call, failure)}")
         elif failure.status:
             self.connections.rate.note_success()
 
-    def _describe(self, call: Call, failure: Failure) -> str:
+    def _describe(self, call: Call, failure: StoreError) -> str:
         return f"s3://{self.settings.bucket}/{call.key}: {failure.in_full}"
 
 
-def _cause_of_pause(operation: str, failure: Failure) -> int:
+def _cause_of_pause(operation: str, failure: StoreError) -> int:
     """Return the `WaitCause` under which the pause before a retry is counted."""
-    if failure.kind is ThrottledError:
+    if isinstance(failure, ThrottledError):
         return WaitCause.THROTTLED
-    return WaitCause.CREDENTIALS if failure.kind is CredentialsError else cause_of(operation)
+    return WaitCause.CREDENTIALS if isinstance(failure, CredentialsError) else cause_of(operation)
 
 
-def for_condition(failure: Failure, condition: Strict) -> Failure:
-    """Return the failure, as a ConflictError if `condition` did not hold."""
-    is_gone = condition != IF_ABSENT and failure.code == "NoSuchKey"
+def for_condition(failure: StoreError, condition: Strict) -> StoreError:
+    """Return a copy of the failure, as a ConflictError if `condition` did not hold."""
+    is_gone = condition != IF_ABSENT and failure.s3_code == "NoSuchKey"
     if condition is None or not (failure.status == 412 or is_gone):
-        return failure
+        return replace(failure)
     if condition == IF_ABSENT:
-        return replace(failure, kind=ExistsError, sentence="there is an object already")
-    return replace(failure, kind=ConflictError, sentence="the object has been replaced")
+        return failure.of_kind(ExistsError, sentence="there is an object already")
+    return failure.of_kind(ConflictError, sentence="the object has been replaced")
 
 
-def classify(operation: str, failure: Failure) -> Failure:
+def classify(operation: str, failure: StoreError) -> StoreError:
     """Return the failure with its meaning for `operation`: a LIST's 404 is a missing bucket."""
-    if operation == "LIST" and failure.kind is NotFoundError:
+    if operation == "LIST" and isinstance(failure, NotFoundError):
         # A LIST asks for no object.
-        return replace(failure, kind=MisconfiguredError, sentence="there is no such bucket")
-    if operation == "DELETE" and failure.code == "NoSuchBucket":
-        return replace(failure, kind=StoreError)  # this does not mean that the object is deleted
-    if operation in _WRITES and failure.kind is CredentialsError:
+        return failure.of_kind(MisconfiguredError, sentence="there is no such bucket")
+    if operation == "DELETE" and failure.s3_code == "NoSuchBucket":
+        return failure.of_kind(StoreError)  # this does not mean that the object is deleted
+    if operation in _WRITES and isinstance(failure, CredentialsError):
         # Written data must not be lost because an administrator rotates keys.
         return replace(failure, is_retryable=True, has_expired=True)
     return failure
 
 
-def failure_of(
-    completion: Completion, call: Call, access: Access, signed_offset_s: float
-) -> Failure | None:
-    """Return the failure of a completed attempt; None if S3 did what was requested.
+def check(completion: Completion, call: Call, access: Access, signed_offset_s: float) -> None:
+    """Check that S3 did what was requested.
 
     `signed_offset_s` is the offset of the store's clock at the signature.
 
     Raises:
+        StoreError: S3 did not do it.
         OSError: the local file of the sink or the body can't be used.
     """
     error, address = completion.error, access.address
     if completion.status >= 300:
-        return _refusal(completion, access, signed_offset_s)
+        raise _refusal(completion, access, signed_offset_s)
     if error is None:
-        return None
+        return
     if error == "too-large" and call.method == "GET" and call.key:
-        return None  # it is another object than the one that was expected; its body is empty
+        return  # it is another object than the one that was expected; its body is empty
     if error in _LOCAL:
         if not completion.errno:
-            return _TOO_SHORT
+            raise StoreError("the file became shorter while it was sent")
         raise OSError(completion.errno, os.strerror(completion.errno))
-    return unreachable.of_engine(completion, address.origin, address.route.proxy)
+    raise unreachable.of_engine(completion, address.origin, address.route.proxy)
 
 
-def _refusal(completion: Completion, access: Access, signed_offset_s: float) -> Failure:
+def _refusal(completion: Completion, access: Access, signed_offset_s: float) -> StoreError:
     status, headers = completion.status, completion.headers
     text = completion.body.decode(errors="replace")
     failure = from_body(status, text, headers.get("x-amz-request-id", ""))
@@ -481,8 +475,8 @@ def _refusal(completion: Completion, access: Access, signed_offset_s: float) -> 
     if status in redirects.REDIRECTS and not redirects.is_aws(origin):
         where = redirects.complaint(headers.get("location"), origin, knows_region=bool(region))
         if where is not None:
-            return Failure(StoreError, where, status)
-    is_off = access.clock.corrects(status, failure.code, headers, signed_offset_s)
+            return StoreError(where, status)
+    is_off = access.clock.corrects(status, failure.s3_code, headers, signed_offset_s)
     if is_off and access.credentials is not None:
         return replace(failure, is_retryable=True)
     return replace(failure, region=region) if region and region != access.region else failure

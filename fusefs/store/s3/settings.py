@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from fusefs.settings.types import Encryption
 from fusefs.store.customer_key import CustomerKey
-from fusefs.store.errors import Failure, MisconfiguredError, UnsupportedError
+from fusefs.store.errors import MisconfiguredError, StoreError, UnsupportedError
 
 if TYPE_CHECKING:
     from fusefs.settings.mount import MountSettings
@@ -86,20 +86,20 @@ class S3Settings:
     part_size: int = 8 << 20
 
 
-def obstacle(bucket: str, *, is_aws: bool) -> Failure | None:
-    """Return a failure for a directory bucket of AWS, which cannot be mounted; else None."""
+def obstacle(bucket: str, *, is_aws: bool) -> StoreError | None:
+    """Return an error for a directory bucket of AWS, which cannot be mounted; else None."""
     if is_aws and bucket.endswith(DIRECTORY_BUCKETS):
         sentence = "directory buckets (S3 Express One Zone) take sessions, which mounts do not make"
-        return Failure(UnsupportedError, sentence)
+        return UnsupportedError(sentence)
     return None
 
 
-def customer_key_obstacle(url: str, proxy: str | None) -> Failure | None:
-    """Return a failure if a customer key could be read on its way to the endpoint, else None."""
+def customer_key_obstacle(url: str, proxy: str | None) -> StoreError | None:
+    """Return an error if a customer key could be read on its way to the endpoint, else None."""
     address = urlsplit(url)
     if address.scheme == "https" or (proxy is None and _is_loopback(address.hostname or "")):
         return None
-    return Failure(MisconfiguredError, f"a customer key is sent over TLS alone, and {url} has none")
+    return MisconfiguredError(f"a customer key is sent over TLS alone, and {url} has none")
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,13 +16,7 @@ from functools import partial
 import trio
 
 from fusefs.store.engine.engine import Engine, open_engine
-from fusefs.store.errors import (
-    AccessDeniedError,
-    AttemptError,
-    CredentialsError,
-    StoreError,
-    UnsupportedError,
-)
+from fusefs.store.errors import AccessDeniedError, CredentialsError, StoreError, UnsupportedError
 from fusefs.store.http import redirects
 from fusefs.store.interface import ListPage, ObjectInfo, UnansweredChanges
 from fusefs.store.s3 import copy as copying
@@ -126,14 +120,13 @@ class S3Store:
             try:
                 # The same kind of listing as `check`: a policy may allow just this kind.
                 await self.requester.attempt(list_call(prefix, "/", "", 1))
-            except AttemptError as error:
-                failure = error.failure
-                if failure.has_expired:
+            except StoreError as error:
+                if error.has_expired:
                     source.renew()
-                may_help = failure.is_refusal or failure.kind is CredentialsError
+                may_help = error.is_refusal or isinstance(error, CredentialsError)
                 if may_help and await source.has_renewed(used):
                     continue
-                return failure.is_refusal or None
+                return error.is_refusal or None
             self.requester.last_answer = trio.current_time()
             return False
         return None

@@ -10,7 +10,7 @@ from fusefs.cluster_cache import remote as remote_module
 from fusefs.cluster_cache.block import Domain
 from fusefs.cluster_cache.remote import BlockBucket
 from fusefs.store.engine.engine import Engine, open_engine
-from fusefs.store.errors import AttemptError
+from fusefs.store.errors import StoreError
 from fusefs.store.interface import ObjectVersion, demanded
 from fusefs.store.s3.access import AccessSource
 from fusefs.store.s3.settings import S3Settings
@@ -62,10 +62,10 @@ async def test_expired_credentials_are_looked_for_anew(
     assert b"".join(taken) == BODY
     assert renewals == []
     faulty.add("*", "blocks/*", code="ExpiredToken")
-    with pytest.raises(AttemptError):
+    with pytest.raises(StoreError):
         await get()
     assert len(renewals) == 1
-    with pytest.raises(AttemptError):
+    with pytest.raises(StoreError):
         await remote.put(BLOCK.name, BODY, overwrites=True)
     assert len(renewals) == 2
 
@@ -82,7 +82,7 @@ async def test_a_block_that_collides_with_another_nodes_is_there_only_if_that_on
     faulty.add("PUT", "blocks/*", code="ConditionalRequestConflict", times=1)
     assert not await remote.put(BLOCK.name, BODY, overwrites=False)
     faulty.add("PUT", "blocks/*", code="ExistingObjectIsDirectory", status=409)
-    with pytest.raises(AttemptError, match="409"):
+    with pytest.raises(StoreError, match="409"):
         await remote.put(BLOCK.name, BODY, overwrites=False)
 
 
@@ -107,7 +107,7 @@ async def test_a_large_block_is_handed_on_as_it_comes(
     assert len(taken) > 1
     taken.clear()
     faulty.add("GET", "blocks/*", cut_after=2 << 20, times=1)
-    with pytest.raises(AttemptError):
+    with pytest.raises(StoreError):
         await remote.get(block.name, 0, len(body), take, sent=lambda: None, priority=demanded)
     assert b"".join(taken) == body[: sum(map(len, taken))]
 
@@ -126,7 +126,7 @@ async def test_what_is_stored_too_slowly_is_given_up(
     await remote.open()
     held = faulty.hold("PUT", "blocks/*")
     monkeypatch.setattr(remote_module, "PUT_LIMIT_S", 0.1)
-    with pytest.raises(AttemptError, match="too long"):
+    with pytest.raises(StoreError, match="too long"):
         await remote.put(BLOCK.name, BODY, overwrites=False)
     held.drop()
 
@@ -137,7 +137,7 @@ async def test_requests_to_the_cluster_cache_are_none_to_s3(bucket: Bucket, engi
     away = BlockBucket(S3Settings(bucket.name, "http://127.0.0.1:9"), "blocks/", engine)
     await remote.open()
     assert await remote.put(BLOCK.name, BODY, overwrites=False)
-    with pytest.raises(AttemptError):
+    with pytest.raises(StoreError):
         await away.open()
     assert S3_REQUESTS.samples() == before  # what is failing there is no alert about S3
     durations = CLUSTER_REQUESTS.samples()["cluster_cache_request_duration_seconds"]

@@ -10,7 +10,7 @@ import pytest
 
 from fusefs.store import customer_key
 from fusefs.store.customer_key import CustomerKey, CustomerKeyError
-from fusefs.store.errors import AttemptError, UnsupportedError
+from fusefs.store.errors import MisconfiguredError, UnsupportedError
 from fusefs.store.interface import ObjectVersion, read_bytes
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.settings import S3Settings
@@ -100,7 +100,7 @@ def test_the_key_is_not_sent_in_the_clear_over_a_network(url: str, is_safe: bool
     if is_safe:
         assert Access(settings).url == url
     else:
-        with pytest.raises(AttemptError, match="over TLS alone"):
+        with pytest.raises(MisconfiguredError, match="over TLS alone"):
             Access(settings)
 
 

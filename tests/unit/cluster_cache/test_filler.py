@@ -16,7 +16,7 @@ from fusefs.cluster_cache import filler
 from fusefs.cluster_cache.block import BLOCK, Block, BlockId, Domain
 from fusefs.cluster_cache.filler import Filler
 from fusefs.cluster_cache.tier import ClusterTier, LookupOutcome, StoredState
-from fusefs.store.errors import AttemptError, from_status
+from fusefs.store.errors import from_status
 from fusefs.store.interface import ObjectVersion
 from tests.support.local_cache import Parts, cache_in
 from tests.support.waiting import eventually
@@ -209,7 +209,7 @@ async def test_a_file_that_has_gone_is_passed_over(case: Case) -> None:
 
 
 async def test_after_a_failure_nothing_is_sent_for_a_while(case: Case) -> None:
-    case.store.error = AttemptError(from_status(507, "InsufficientStorage", ""))
+    case.store.error = from_status(507, "InsufficientStorage", "")
     await case.fetch(ObjectVersion("one", '"etag"', 1000))
     await eventually(lambda: case.filler.counted["failed"] == 1)
     await case.fetch(ObjectVersion("other", '"etag"', 1000))
@@ -220,7 +220,7 @@ async def test_after_a_failure_nothing_is_sent_for_a_while(case: Case) -> None:
 async def test_a_job_learns_what_was_not_taken_and_does_not_wait_for_the_next_time(
     case: Case,
 ) -> None:
-    case.store.error = AttemptError(from_status(500, "InternalError", ""))
+    case.store.error = from_status(500, "InternalError", "")
     await case.fetch()
     file = case.pinned()
     await eventually(lambda: case.filler.counted["failed"] > 0)
@@ -273,7 +273,7 @@ async def test_a_job_waits_for_a_block_that_the_filler_began_meanwhile(
     await eventually(lambda: case.store.attempts == 3)
     await job.gets_its_place()
     assert job.failed is None, "it is being stored"
-    case.store.error = AttemptError(from_status(500, "InternalError", ""))
+    case.store.error = from_status(500, "InternalError", "")
     case.store.gate.set()
     await eventually(lambda: job.failed == 1)
 

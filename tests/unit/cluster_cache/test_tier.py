@@ -12,14 +12,7 @@ from fusefs.cluster_cache import policy
 from fusefs.cluster_cache.block import BLOCK, FRAME, BlockId, Domain
 from fusefs.cluster_cache.policy import BreakerState
 from fusefs.cluster_cache.tier import PROBE_S, ClusterTier, LookupOutcome, StoredState
-from fusefs.store.errors import (
-    AttemptError,
-    Failure,
-    StaleVersionError,
-    StoreError,
-    UnreachableError,
-    from_status,
-)
+from fusefs.store.errors import StaleVersionError, StoreError, UnreachableError, from_status
 from fusefs.store.interface import ObjectVersion, Sink, Urgency, demanded
 
 SIZE = 2 * BLOCK + 3 * FRAME + 17
@@ -102,7 +95,7 @@ class FakeBlocks:
         sent()
         await self.before()
         if name not in self.stored:
-            raise AttemptError(from_status(404, "NoSuchKey", ""))
+            raise from_status(404, "NoSuchKey", "")
         data = self.stored[name][start:stop]
         for at in range(0, len(data), CHUNK):
             await take(memoryview(data)[at : at + CHUNK])
@@ -162,10 +155,10 @@ async def case(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case(source, blocks, tier)
 
 
-def failing(failure: Failure) -> Callable[[], Awaitable[None]]:
+def failing(failure: StoreError) -> Callable[[], Awaitable[None]]:
     async def fail() -> None:
         await trio.lowlevel.checkpoint()
-        raise AttemptError(failure)
+        raise failure
 
     return fail
 
@@ -177,7 +170,7 @@ def slow(seconds: float) -> Callable[[], Awaitable[None]]:
     return wait
 
 
-NO_ANSWER = Failure(UnreachableError, "no answer", is_retryable=True)
+NO_ANSWER = UnreachableError("no answer", is_retryable=True)
 BROKEN = from_status(500, "InternalError", "")
 
 
@@ -286,7 +279,7 @@ async def test_a_block_that_was_late_is_looked_for_again_while_the_others_come(
 
 @pytest.mark.parametrize("failure", [NO_ANSWER, BROKEN], ids=["silent", "broken"])
 async def test_an_answer_that_breaks_off_goes_on_from_s3_where_it_stopped(
-    case: Case, autojump_clock: MockClock, failure: Failure
+    case: Case, autojump_clock: MockClock, failure: StoreError
 ) -> None:
     case.blocks.fill(0)
     case.blocks.within = failing(failure)
@@ -438,7 +431,7 @@ async def test_a_cancelled_download_writes_no_more(case: Case, autojump_clock: M
 async def test_before_it_has_answered_nothing_waits_for_it(
     nursery: trio.Nursery, autojump_clock: MockClock
 ) -> None:
-    source, blocks = FakeSource(), FakeBlocks(opening=AttemptError(BROKEN))
+    source, blocks = FakeSource(), FakeBlocks(opening=BROKEN)
     tier = ClusterTier(source, blocks, DOMAIN, nursery)
     nursery.start_soon(tier.run)
     await tier.tried.wait()

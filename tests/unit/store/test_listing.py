@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusefs.store.engine.engine import Completion
-from fusefs.store.errors import AttemptError, UnsupportedError
+from fusefs.store.errors import StoreError, UnsupportedError
 from fusefs.store.interface import ListPage, ObjectInfo
 from fusefs.store.s3 import documents
 from fusefs.store.s3.list import parse
@@ -158,7 +158,7 @@ def test_a_missing_storage_class_is_the_standard_one() -> None:
     ],
 )
 def test_what_is_not_a_listing_is_an_error(body: bytes) -> None:
-    with pytest.raises(AttemptError):
+    with pytest.raises(StoreError):
         parse(body)
 
 
@@ -210,9 +210,9 @@ def test_a_prefix_that_xml_can_not_write_is_passed_over(
 
 def test_a_listing_that_has_all_come_is_not_requested_again() -> None:
     for body, is_final in ((document(UNNAMED), True), (document()[:-5], False)):
-        with pytest.raises(AttemptError) as raised:
+        with pytest.raises(StoreError) as raised:
             parse(body)
-        assert raised.value.failure.is_retryable != is_final
+        assert raised.value.is_retryable != is_final
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=5))
@@ -291,5 +291,5 @@ async def test_a_page_without_entries_is_not_the_end(monkeypatch: pytest.MonkeyP
 def test_a_document_in_an_odd_encoding_is_no_result(encoding: str) -> None:
     body = f'<?xml version="1.0" encoding="{encoding}"?><CopyObjectResult/>'.encode()
     answer = Completion(200, {}, body, 0, None, 0, 0, "", 0, 0, 0)
-    with pytest.raises(AttemptError, match="did not say what it did"):
+    with pytest.raises(StoreError, match="did not say what it did"):
         documents.read(answer, "CopyObjectResult")

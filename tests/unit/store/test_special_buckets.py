@@ -3,7 +3,7 @@
 import pytest
 
 from fusefs.settings.types import MountSource, parse_source
-from fusefs.store.errors import AttemptError
+from fusefs.store.errors import UnsupportedError
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.list import list_call
 from fusefs.store.s3.settings import S3Settings
@@ -38,7 +38,7 @@ def test_an_arn_is_refused() -> None:
 @states("Directory buckets (S3 Express One Zone) cannot be mounted.")
 def test_directory_buckets_are_refused() -> None:
     for bucket in ("data--usw2-az1--x-s3", "access-point--usw2-az1--xa-s3"):
-        with pytest.raises(AttemptError, match="directory buckets"):
+        with pytest.raises(UnsupportedError, match="directory buckets"):
             Access(S3Settings(bucket, region="us-west-2"))
     # Another store may give such names to its buckets.
     assert Access(S3Settings("data--x-s3", endpoint_url="https://minio")) is not None
