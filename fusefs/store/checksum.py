@@ -1,7 +1,6 @@
 """Checksums: CRC32s of sent and cached bytes, and comparison with the checksums that S3 stores.
 
-CRC32 is computed by ISA-L (94 GB/s for a mebibyte in the processor's cache; zlib has 1 to 5), or by
-zlib if ISA-L cannot be imported.
+CRC32 is computed by ISA-L (94 GB/s for a mebibyte in the processor's cache; zlib has 1 to 5).
 
 S3 returns checksums only to a GET of the whole object that asks for them, not with a range
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html). AWS computes
@@ -16,13 +15,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-try:
-    from isal.isal_zlib import crc32 as _crc32
-except ImportError:
-    from zlib import crc32 as _crc32
+from isal.isal_zlib import crc32 as _crc32
 
-# Both libraries release the interpreter lock to sum more than 5 KiB; that costs more than a short
-# sum. So up to _SLICED bytes are summed in slices (256 KiB: 19 µs; in one call 3 µs).
+# ISA-L releases the interpreter lock to sum more than 5 KiB; that costs more than a short sum. So
+# up to _SLICED bytes are summed in slices (256 KiB: 19 µs; in one call 3 µs).
 _SLICED = 256 << 10
 _SLICE = 4096
 # The header with which a request asks for checksums.

@@ -36,27 +36,31 @@ def _order(names: tuple[str, ...]) -> tuple[list[str], str]:
     return signed, ";".join(signed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """The signing key of one day, with the secret and day that it was derived from.
+@functools.lru_cache(8)  # requests are signed with the times of a few stores
+def _moment(second: int) -> str:
+    """Return a time, given in seconds since the epoch, in the signed format."""
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(second))
 
-    `mac` is copied per request: `hmac.digest` would release the interpreter lock, which is slower.
+
+@functools.lru_cache(64)
+def _signing_hmac(secret: str, day: str, region: str, service: str) -> hmac.HMAC:
+    """Return the HMAC with the signing key of one day.
+
+    It is copied per request: `hmac.digest` would release the interpreter lock, which is slower.
     """
+    key = f"AWS4{secret}".encode()
+    for part in (day, region, service, "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return hmac.new(key, digestmod="sha256")
 
-    secret: str
-    day: str
-    mac: hmac.HMAC
 
-
+@dataclass(frozen=True, slots=True)
 class Signer:
     """Signs requests for one region and service, from any number of threads."""
 
-    def __init__(self, region: str, service: str, clock: ServerClock | None = None) -> None:
-        self._clock = clock or ServerClock()
-        self._region = region
-        self._service = service
-        self._key: _Key | None = None
-        self._second = (0, "")
+    region: str
+    service: str
+    clock: ServerClock
 
     def sign(
         self,
@@ -72,7 +76,7 @@ class Signer:
         `path` and `query` are as they are sent: quoted, and the query sorted. `payload` is the
         SHA256 of the body in hexadecimal digits, or UNSIGNED.
         """
-        moment = self._moment()
+        moment = _moment(int(self.clock.now()))
         signed = {**headers, "x-amz-date": moment, "x-amz-content-sha256": payload}
         if credentials.token:
             signed["x-amz-security-token"] = credentials.token
@@ -82,31 +86,13 @@ class Signer:
         lines = "".join([f"{name}:{b' '.join(words[name]).decode('latin-1')}\n" for name in names])
         canonical = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{payload}"
         day = moment[:8]
-        scope = f"{day}/{self._region}/{self._service}/aws4_request"
+        scope = f"{day}/{self.region}/{self.service}/aws4_request"
         digest = hashlib.sha256(canonical.encode("latin-1")).hexdigest()
         text = f"{_ALGORITHM}\n{moment}\n{scope}\n{digest}".encode()
-        mac = self._key_of(day, credentials.secret_key or "").mac.copy()
+        mac = _signing_hmac(credentials.secret_key or "", day, self.region, self.service).copy()
         mac.update(text)
         signed["authorization"] = (
             f"{_ALGORITHM} Credential={credentials.access_key}/{scope}, "
             f"SignedHeaders={listed}, Signature={mac.hexdigest()}"
         )
         return signed
-
-    def _moment(self) -> str:
-        """Return the time in the signed format; it is formatted once a second."""
-        now = int(self._clock.now())
-        second, text = self._second
-        if second != now:
-            text = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-            self._second = now, text
-        return text
-
-    def _key_of(self, day: str, secret: str) -> _Key:
-        key = self._key
-        if key is None or (key.day, key.secret) != (day, secret):
-            value = f"AWS4{secret}".encode()
-            for part in (day, self._region, self._service, "aws4_request"):
-                value = hmac.digest(value, part.encode(), "sha256")
-            key = self._key = _Key(secret, day, hmac.new(value, digestmod="sha256"))
-        return key

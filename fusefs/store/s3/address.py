@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from fusefs.store.customer_key import COPY_SOURCE
 from fusefs.store.engine.engine import Deadlines, FileBody, FileSink, MemorySink, Request, Route
@@ -93,7 +93,7 @@ class Address:
         """
         key = call.key
         target = f"{self._path.rstrip('/')}/{quote(key, safe='/~')}" if key else self._path
-        search = _quoted(call.query) if call.query else ""
+        search = urlencode(sorted(call.query.items()), quote_via=quote)
         headers = {**self._headers, **call.headers}
         if call.makes_object:
             headers = {**self._write_headers, **headers}
@@ -130,9 +130,3 @@ class Address:
             PIECE if isinstance(call.sink, FileSink) and call.sink.path is None else 0,
             is_fresh,
         )
-
-
-def _quoted(query: Mapping[str, Any]) -> str:
-    """Encode a query for the URL and the signature: percent-encoded, sorted by names."""
-    quoted = ((quote(name, safe=""), quote(str(query[name]), safe="")) for name in query)
-    return "&".join(f"{name}={value}" for name, value in sorted(quoted))
