@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 import trio
@@ -32,14 +31,27 @@ BACK_OFF_EVERY_S = 0.1
 PASSED_MOST = 8
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """A request that waits in the queue of the priority `rank`; its priority may still change."""
+class _Lease:
+    """A connection for an `async with` block; a class takes half the time of a generator.
 
-    priority: Urgency
-    key: str
-    turn: trio.Event
-    rank: Priority
+    It first waits for its `turn` in the queue of the priority `rank`, which may still change, and
+    then is counted under this priority.
+    """
+
+    __slots__ = ("_budget", "key", "priority", "rank", "turn")
+
+    def __init__(self, budget: ConnectionBudget, priority: Urgency, key: str) -> None:
+        self._budget = budget
+        self.priority = priority
+        self.key = key
+        self.rank = priority()
+        self.turn: trio.Event  # while it waits
+
+    async def __aenter__(self) -> None:
+        await self._budget.acquire(self)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._budget.release(self.rank)
 
 
 class _Queue:
@@ -47,21 +59,21 @@ class _Queue:
 
     def __init__(self) -> None:
         # Ordered dictionaries, since a cancelled waiter leaves the middle.
-        self._of: OrderedDict[str, OrderedDict[_Waiter, None]] = OrderedDict()
+        self._of: OrderedDict[str, OrderedDict[_Lease, None]] = OrderedDict()
 
-    def __iter__(self) -> Iterator[_Waiter]:
+    def __iter__(self) -> Iterator[_Lease]:
         return chain.from_iterable(self._of.values())
 
-    def add(self, waiter: _Waiter) -> None:
+    def add(self, waiter: _Lease) -> None:
         self._of.setdefault(waiter.key, OrderedDict())[waiter] = None
 
-    def remove(self, waiter: _Waiter) -> None:
+    def remove(self, waiter: _Lease) -> None:
         queue = self._of[waiter.key]
         del queue[waiter]
         if not queue:
             del self._of[waiter.key]
 
-    def take(self, waiter: _Waiter) -> None:
+    def take(self, waiter: _Lease) -> None:
         """Remove the waiter whose turn has come; the other waiters of its object go to the back."""
         self.remove(waiter)
         if waiter.key in self._of:
@@ -127,32 +139,27 @@ class ConnectionBudget:
                 self._rank(waiter)
         self._admit()
 
-    async def acquire(self, priority: Urgency, key: str = "") -> Priority:
-        """Wait for a connection for a request about the object `key`; a cancelled call holds none.
-
-        Returns the priority under which the connection is counted; `release` takes this value.
-        """
-        rank = priority()
-        if not self.waiting and self._has_room(rank) and self.rate.is_due():
+    async def acquire(self, lease: _Lease) -> None:
+        """Wait for a connection for `lease`; a cancelled call holds none."""
+        if not self.waiting and self._has_room(lease.rank) and self.rate.is_due():
             await trio.lowlevel.checkpoint_if_cancelled()
-            self._take(rank)
-            return rank
-        waiter = _Waiter(priority, key, trio.Event(), rank)
-        self._queues[rank].add(waiter)
+            self._take(lease.rank)
+            return
+        lease.turn = trio.Event()
+        self._queues[lease.rank].add(lease)
         self.waiting += 1
         self._admit()
         try:
             with stage(WaitCause.THROTTLED if self._is_throttled else WaitCause.CONNECTION):
-                await waiter.turn.wait()
+                await lease.turn.wait()
         except trio.Cancelled:
-            if waiter.turn.is_set():
-                self.release(waiter.rank)
+            if lease.turn.is_set():
+                self.release(lease.rank)
             else:
-                self._queues[waiter.rank].remove(waiter)
+                self._queues[lease.rank].remove(lease)
                 self.waiting -= 1
                 self._admit()
             raise
-        return waiter.rank
 
     def release(self, rank: Priority) -> None:
         """Give back a connection; `rank` is the priority that `acquire` returned for it."""
@@ -220,40 +227,23 @@ class ConnectionBudget:
             self._is_timing = False
         self._admit()  # a turn may have come before this task first ran
 
-    def _next(self) -> _Waiter | None:
+    def _next(self) -> _Lease | None:
         """Return the waiter to admit now (one often passed over, else the most urgent), or None."""
         heads = [head for rank in self._queues if (head := self._head(rank)) is not None]
         fitting = [head for head in heads if self._has_room(head.rank)]
         return min(fitting, key=lambda head: self._passed[head.rank] < PASSED_MOST, default=None)
 
-    def _head(self, rank: Priority) -> _Waiter | None:
+    def _head(self, rank: Priority) -> _Lease | None:
         while (waiter := next(iter(self._queues[rank]), None)) is not None:
             self._rank(waiter)
             if waiter.rank <= rank:
                 return waiter
         return None
 
-    def _rank(self, waiter: _Waiter) -> None:
+    def _rank(self, waiter: _Lease) -> None:
         """Move a waiter to the queue of its present priority."""
         rank = waiter.priority()
         if rank != waiter.rank:
             self._queues[waiter.rank].remove(waiter)
             waiter.rank = rank
             self._queues[rank].add(waiter)
-
-
-class _Lease:
-    """A connection for an `async with` block; a class takes half the time of a generator."""
-
-    __slots__ = ("_budget", "_key", "_priority", "_rank")
-
-    def __init__(self, budget: ConnectionBudget, priority: Urgency, key: str) -> None:
-        self._budget = budget
-        self._priority = priority
-        self._key = key
-
-    async def __aenter__(self) -> None:
-        self._rank = await self._budget.acquire(self._priority, self._key)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._budget.release(self._rank)

@@ -46,7 +46,6 @@ class Rate:
     def __init__(self) -> None:
         self.limit: float | None = None
         self._accepted = 0
-        self._refused = 0
         # Time of the last reduction, and the number of requests accepted by then.
         self._since = -FORGET_S
         self._accepted_then = 0
@@ -54,7 +53,7 @@ class Rate:
         self._grown = 0.0  # when the limit was last raised
         self.due = 0.0  # when the next request may be sent, while there is a limit; trio's seconds
         self._logged = -LOG_EVERY_S
-        self._logged_refused = 0  # refusals that have been logged
+        self._unlogged = 0  # refusals since the last line of the log
 
     def is_due(self) -> bool:
         """True if a request may be sent now."""
@@ -80,13 +79,13 @@ class Rate:
 
     def note_refused(self, what: str) -> None:
         """Lower the limit after a refusal; `what` describes request and refusal for the log."""
-        self._refused += 1
+        self._unlogged += 1
         now = trio.current_time()
         self._reduce(now)
         if now - self._logged < LOG_EVERY_S:
             return
-        count = self._refused - self._logged_refused
-        self._logged, self._logged_refused = now, self._refused
+        count, self._unlogged = self._unlogged, 0
+        self._logged = now
         refused = f"{count} requests refused since the last such line" if count > 1 else "refused"
         bound = f"; at most {self.limit:.0f} a second are sent" if self.limit is not None else ""
         logger.warning("%s: %s%s", what, refused, bound)
