@@ -64,35 +64,21 @@ EXPLAIN_EVERY_S = 5.0
 DOUBTFUL_S = 10.0
 
 _WRITES = {
-    "PUT": "puts",
-    "BEGIN UPLOAD": "puts",
-    "PUT PART": "puts",
-    "COMPLETE UPLOAD": "puts",
-    "COPY": "copies",
-    "COPY PART": "copies",
-    "DELETE": "deletes",
-    "ABORT UPLOAD": "deletes",
+    **dict.fromkeys(("PUT", "BEGIN UPLOAD", "PUT PART", "COMPLETE UPLOAD"), "puts"),
+    **dict.fromkeys(("COPY", "COPY PART"), "copies"),
+    **dict.fromkeys(("DELETE", "ABORT UPLOAD"), "deletes"),
 }
 # Counters of the operations, by their names in the log.
 _COUNTERS = {
-    "GET": "gets",
-    "CLUSTER GET": "gets",
+    **dict.fromkeys(("GET", "CLUSTER GET"), "gets"),
     "CLUSTER PUT": "puts",
     "HEAD": "heads",
-    "LIST": "lists",
-    "LIST PARTS": "lists",
-    "LIST UPLOADS": "lists",
+    **dict.fromkeys(("LIST", "LIST PARTS", "LIST UPLOADS"), "lists"),
     **_WRITES,
 }
 _SHOWN = (
     *dict.fromkeys(_COUNTERS.values()),
-    "bytes_fetched",
-    "bytes_sent",
-    "errors",
-    "retries",
-    "throttled",
-    "hedged",
-    "hedged_won",
+    *("bytes_fetched", "bytes_sent", "errors", "retries", "throttled", "hedged", "hedged_won"),
 )
 # Statuses that do not mean that a change was refused: no answer (0), and failures of gateways, of
 # which 520 to 527 are Cloudflare's.
