@@ -20,7 +20,7 @@ from fusefs.store.s3.list import decoded, nanoseconds, quoted, text_of
 
 T = TypeVar("T")
 
-_ODD_LISTING = "this server's listings make no sense, or do not go on"
+ODD_LISTING = "this server's listings make no sense, or do not go on"
 _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 # XML parsers turn other line ends into line feeds. (xml.sax.saxutils imports half of urllib.)
 _ESCAPED = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;", "\n": "&#10;"})
@@ -104,10 +104,8 @@ def upload_id(answer: Completion) -> str:
     return found
 
 
-def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dict[str, str] | None]:
+def parts(answer: Completion) -> tuple[list[Part], dict[str, str] | None]:
     """Return one page of an upload's parts, and the next page's query parameters or None.
-
-    `start` has the parameters with which this page was requested ({} for the first page).
 
     Raises:
         StoreError: the answer is no page of parts, or lacks the marker of the next page.
@@ -118,13 +116,10 @@ def parts(start: Mapping[str, str], answer: Completion) -> tuple[list[Part], dic
         return Part(number, size, quoted(text_of(one, "ETag")), text_of(one, "ChecksumCRC32"))
 
     root = read(answer, "ListPartsResult")
-    following = _behind(root, start, {"part-number-marker": "NextPartNumberMarker"})
-    return _rows(root, "Part", part), following
+    return _rows(root, "Part", part), _behind(root, {"part-number-marker": "NextPartNumberMarker"})
 
 
-def uploads(
-    start: Mapping[str, str], answer: Completion
-) -> tuple[list[PendingUpload], dict[str, str] | None]:
+def uploads(answer: Completion) -> tuple[list[PendingUpload], dict[str, str] | None]:
     """Return a page of a bucket's uploads, and the next page's parameters or None; see `parts`."""
     root = read(answer, "ListMultipartUploadsResult")
     is_encoded = text_of(root, "EncodingType") == "url"
@@ -134,7 +129,7 @@ def uploads(
         return PendingUpload(decoded(key, is_encoded), text_of(one, "UploadId"), begun_ns)
 
     markers = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
-    following = _behind(root, start, markers)
+    following = _behind(root, markers)
     if following is not None and "key-marker" in following:
         following["key-marker"] = decoded(following["key-marker"], is_encoded)
     return _rows(root, "Upload", upload), following
@@ -144,24 +139,19 @@ def _rows(root: Element, tag: str, row: Callable[[Element], T]) -> list[T]:
     try:
         return [row(one) for one in root.iterfind(f"{{*}}{tag}")]
     except ValueError as error:
-        raise UnsupportedError(_ODD_LISTING) from error
+        raise UnsupportedError(ODD_LISTING) from error
 
 
-def _behind(
-    root: Element, start: Mapping[str, str], markers: Mapping[str, str]
-) -> dict[str, str] | None:
+def _behind(root: Element, markers: Mapping[str, str]) -> dict[str, str] | None:
     """Return the query parameters of the page after `root`; None if `root` is the last page.
 
-    `start` has this page's parameters; `markers` names, for each, the element with its next value.
-
-    Raises:
-        StoreError: there is no next value, or the next page would be this page again.
+    `markers` names, for each parameter, the element with its value; StoreError if there is none.
     """
     if text_of(root, "IsTruncated") != "true":
         return None
     following = {name: text for name, tag in markers.items() if (text := text_of(root, tag))}
-    if not following or following == dict(start):
-        raise UnsupportedError(_ODD_LISTING)
+    if not following:
+        raise UnsupportedError(ODD_LISTING)
     return following
 
 

@@ -528,12 +528,13 @@ async def pending(requester: Requester, prefix: str) -> list[PendingUpload]:
 async def _listed(
     requester: Requester,
     call: Callable[[dict[str, str]], Call],
-    read: Callable[[dict[str, str], Completion], tuple[list[T], dict[str, str] | None]],
+    read: Callable[[Completion], tuple[list[T], dict[str, str] | None]],
 ) -> list[T]:
     """Return the entries of all pages; `read` gives a page's, and the start for the next `call`."""
-    found: list[T] = []
-    start: dict[str, str] | None = {}
-    while start is not None:
-        page, start = await requester.send(call(start), partial(read, start))
+    found, following = await requester.send(call({}), read)
+    while (start := following) is not None:
+        page, following = await requester.send(call(start), read)
+        if following == start:  # the next page would be this page again
+            raise UnsupportedError(documents.ODD_LISTING)
         found += page
     return found
