@@ -43,10 +43,6 @@ class Trust:
     _memory: object = None  # keeps the file in memory open, if there is one
 
 
-class TrustError(StoreError):
-    """The configured certificates can't be used."""
-
-
 def find(
     bundle: str | None, environment: Mapping[str, str], configured: str | None = None
 ) -> Trust:
@@ -55,7 +51,7 @@ def find(
     `bundle` is the path in the settings, `configured` is botocore's `ca_bundle`.
 
     Raises:
-        TrustError: the configured file can't be read, or has no certificate.
+        StoreError: the configured file can't be read, or has no certificate.
     """
     named = (
         (bundle, "--ca-bundle"),
@@ -98,9 +94,9 @@ def _trust(paths: list[str], origin: str) -> Trust:
                     found |= dict.fromkeys(_CERTIFICATE.findall(file.read_bytes()))
     except OSError as error:
         sentence = f"the CA bundle {path} ({origin}) can't be read: {error.strerror}"
-        raise TrustError(sentence) from error
+        raise StoreError(sentence) from error
     if not found:
-        raise TrustError(f"the CA bundle {' '.join(paths)} ({origin}) has no certificate")
+        raise StoreError(f"the CA bundle {' '.join(paths)} ({origin}) has no certificate")
     if len(paths) == 1 and not os.path.isdir(paths[0]):
         return Trust(paths[0])
     memory = os.fdopen(os.memfd_create("certificates"), "wb")

@@ -143,7 +143,7 @@ class Access:
         bundle, url = self._settings.ca_bundle, self._settings.endpoint_url
         try:
             return trust.find(bundle, os.environ, configured)
-        except trust.TrustError:
+        except StoreError:
             # Without TLS, a missing file that the environment names does not matter.
             if bundle is None and url is not None and url.startswith("http:"):
                 return None

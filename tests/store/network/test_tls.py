@@ -168,7 +168,7 @@ def test_files_and_directories_of_certificates_are_put_together(tmp_path: Path) 
     }
     found = trust.find(None, environment)
     assert Path(found.path).read_text().split() == (CA + OTHER).split()
-    with pytest.raises(trust.TrustError, match="no certificate"):
+    with pytest.raises(StoreError, match="no certificate"):
         trust.find(str(tmp_path / "certs" / "README"), {})
 
 
@@ -179,5 +179,5 @@ def test_a_directory_of_certificates_that_cannot_be_read_is_named(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(trust.TrustError, match=f"{tmp_path} .*Permission denied"):
+    with pytest.raises(StoreError, match=f"{tmp_path} .*Permission denied"):
         trust.find(str(tmp_path), {})
