@@ -35,7 +35,7 @@ def tmp_path(public_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(shared: Bucket) -> Bucket:
+def tree(shared: Bucket) -> Bucket:
     for key, content in FILES.items():
         shared.put(key, content)
     return shared
@@ -66,9 +66,9 @@ def write(path: Path, text: bytes) -> str:
     " its `plan` is a plan, what is written to its `warm` is warmed, and its `status` has both."
 )
 def test_a_program_gives_a_plan_by_a_file_and_has_paths_warmed(
-    mounter: Mounter, data: Bucket, tmp_path: Path
+    mounter: Mounter, tree: Bucket, tmp_path: Path
 ) -> None:
-    here = mounter(*OPTIONS, bucket=data)
+    here = mounter(*OPTIONS, bucket=tree)
     assert sorted(os.listdir(here.path)) == ["train"]
     assert sorted(os.listdir(control(here))) == ["plan", "status", "warm"]
     (tmp_path / "order").write_text(LINES)
@@ -87,11 +87,10 @@ def test_a_program_gives_a_plan_by_a_file_and_has_paths_warmed(
     [job] = told(here)["warming"]
     assert (job["done_files"], job["failed_files"]) == (len(FILES), 1)
     assert told(here)["refused"] is None
-    assert not [key for key in keys(data) if ".fusefs" in key]
+    assert not [key for key in keys(tree) if ".fusefs" in key]
 
 
-def test_readers_are_told_apart_and_paths_may_have_tabs(mounter: Mounter, data: Bucket) -> None:
-    here = mounter(*OPTIONS, bucket=data)
+def test_readers_are_told_apart_and_paths_may_have_tabs(here: Mount) -> None:
     with (control(here) / "plan").open("wb", 0) as one, (control(here) / "plan").open("wb", 0) as b:
         for key in FILES:  # at the same time
             one.write(f"{key}\trank 0\n".encode())
@@ -102,9 +101,8 @@ def test_readers_are_told_apart_and_paths_may_have_tabs(mounter: Mounter, data: 
 
 
 def test_python_gives_a_plan_by_the_file_where_no_mount_is_registered(
-    mounter: Mounter, data: Bucket, monkeypatch: pytest.MonkeyPatch
+    here: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = mounter(*OPTIONS, bucket=data)
     find = Mock(side_effect=CommandError("the path is not in a mount of fusefs"))
     monkeypatch.setattr("fusefs.cli.sync.find", find)
     paths = [here.path / key for key in FILES]
@@ -123,8 +121,7 @@ def test_python_gives_a_plan_by_the_file_where_no_mount_is_registered(
     "What can't be taken by a control file fails the `write` with EINVAL, `status` has the"
     " reason, and nothing else is disturbed."
 )
-def test_bad_texts_are_refused(mounter: Mounter, data: Bucket) -> None:
-    here = mounter(*OPTIONS, bucket=data)
+def test_bad_texts_are_refused(here: Mount) -> None:
     assert write(control(here) / "plan", LINES.encode()) == ""
     bad = {
         "line 1: it is too long": b"a" * (3 << 20),
@@ -145,6 +142,7 @@ def test_bad_texts_are_refused(mounter: Mounter, data: Bucket) -> None:
         other.truncate(2 << 30)
     assert write(control(here) / "warm", b"train\n") == "EINVAL"
     assert told(here)["refused"]["why"] == "the lists of a mount have 2 GiB together at most"
+    (lists / "other").unlink()
     assert told(here)["plans"][0]["entries"] == len(FILES)
     assert write(control(here) / "plan", b"no/such\n") == ""
     until(lambda: told(here)["plans"][0]["missing"] == 1, "it is looked up")
@@ -164,8 +162,8 @@ def test_bad_texts_are_refused(mounter: Mounter, data: Bucket) -> None:
     "Who may write in the mount's root may write to control files, and who may read there may"
     " read the status."
 )
-def test_a_user_who_may_only_read_gives_no_plan(mounter: Mounter, data: Bucket) -> None:
-    here = mounter(*OPTIONS, "--allow-other", bucket=data)
+def test_a_user_who_may_only_read_gives_no_plan(mounter: Mounter, tree: Bucket) -> None:
+    here = mounter(*OPTIONS, "--allow-other", bucket=tree)
 
     def as_nobody(command: str) -> subprocess.CompletedProcess[str]:
         user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c"]
@@ -182,17 +180,17 @@ def test_a_user_who_may_only_read_gives_no_plan(mounter: Mounter, data: Bucket) 
     "With `--read-only` the kernel refuses writes to control files (EROFS), and with"
     " `--no-control-files` there are none."
 )
-def test_mounts_without_writable_control_files(mounter: Mounter, data: Bucket) -> None:
-    here = mounter("--session", "kernel", bucket=data)
+def test_mounts_without_writable_control_files(mounter: Mounter, tree: Bucket) -> None:
+    here = mounter("--session", "kernel", bucket=tree)
     assert write(control(here) / "plan", b"train/f1\n") == "EROFS"
     assert told(here)["read_only"]
-    without = mounter(*OPTIONS, "--no-control-files", bucket=data)
+    without = mounter(*OPTIONS, "--no-control-files", bucket=tree)
     assert not control(without).exists()
 
 
 @states("Control files are there after the daemon's death as well; a half-written text is EIO.")
-def test_the_next_daemon_has_control_files(mounter: Mounter, data: Bucket) -> None:
-    here = mounter(*OPTIONS, bucket=data)
+def test_the_next_daemon_has_control_files(mounter: Mounter, tree: Bucket) -> None:
+    here = mounter(*OPTIONS, bucket=tree)
     with (
         (control(here) / "status").open("rb", 0) as status,
         (control(here) / "plan").open("wb", 0) as plan,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.mounting import FUSEFS, Mounter, fetched, fusefs
+from tests.support.mounting import FUSEFS, Mount, Mounter, fetched, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -41,6 +41,8 @@ def tree(shared: Bucket) -> Bucket:
     for number in range(12):
         shared.put(f"tree/d{number % 3}/f{number}.bin", stamped(number, SIZE))
     shared.put("tree/note.txt", b"text")
+    for number in range(70):
+        shared.put(f"many/f{number}", b"x")
     return shared
 
 
@@ -121,8 +123,7 @@ def test_a_new_version_of_a_pinned_object_is_pinned(mounter: Mounter, bucket: Bu
     "`fusefs drop` removes local copies and nothing that a program has open, that is pinned or "
     "that the bucket does not have yet."
 )
-def test_a_drop_spares_what_is_open_and_what_is_pinned(mounter: Mounter, tree: Bucket) -> None:
-    here = mounter(bucket=tree)
+def test_a_drop_spares_what_is_open_and_what_is_pinned(here: Mount) -> None:
     assert run("warm", here.path / "tree", "--wait").returncode == 0
     assert run("pin", here.path / "tree/d0").returncode == 0
     with open(here.path / "tree/d1/f1.bin", "rb") as held:
@@ -178,8 +179,7 @@ def test_the_status_of_a_path(mounter: Mounter, tree: Bucket) -> None:
 
 
 @states("`fusefs warm --shard I/N` fetches a part of the files; the N parts are disjoint and all.")
-def test_patterns_and_shards_are_fetched(mounter: Mounter, tree: Bucket) -> None:
-    here = mounter(bucket=tree)
+def test_patterns_and_shards_are_fetched(here: Mount) -> None:
     result = run("warm", "--wait", here.path / "tree/**/*.txt")
     assert (result.returncode, "1 file, 4 B" in result.stdout) == (0, True)
     result = run("warm", here.path / "tree/*.none")
@@ -196,9 +196,8 @@ def test_patterns_and_shards_are_fetched(mounter: Mounter, tree: Bucket) -> None
 
 @states("`fusefs warm --manifest` names each line that stands for no file, and fetches the others.")
 def test_a_manifest_is_fetched_and_its_bad_lines_are_named(
-    mounter: Mounter, tree: Bucket, tmp_path: Path
+    here: Mount, tree: Bucket, tmp_path: Path
 ) -> None:
-    here = mounter(bucket=tree)
     lines = [
         "# a comment",
         "",
@@ -224,11 +223,8 @@ def test_a_manifest_is_fetched_and_its_bad_lines_are_named(
     assert "standard input (shard 0/1): 4 files" in done.stdout
 
 
-def test_many_paths_are_one_job(mounter: Mounter, bucket: Bucket) -> None:
-    for number in range(70):
-        bucket.put(f"f{number}", b"x")
-    here = mounter(bucket=bucket)
-    result = run("pin", *(here.path / f"f{number}" for number in range(70)))
+def test_many_paths_are_one_job(here: Mount) -> None:
+    result = run("pin", *(here.path / f"many/f{number}" for number in range(70)))
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"70 paths of {here.path}: 70 files, 70 B in the cache\n"
     assert here.status()["pins"]["paths"] == 70

@@ -27,7 +27,7 @@ SHARDS = {f"shards/{number}": stamped(number, 7 * MIB + 5) for number in range(3
 
 
 @pytest.fixture(scope="module")
-def data(shared: Bucket) -> Bucket:
+def tree(shared: Bucket) -> Bucket:
     for key, content in (FILES | SHARDS).items():
         shared.put(key, content)
     return shared
@@ -55,9 +55,8 @@ def plan_of(mount: Mount) -> dict[str, Any]:
     "what programs read goes first."
 )
 def test_planned_files_are_there_before_they_are_opened(
-    behind: Mounter, data: Bucket, faulty: FaultyS3, tmp_path: Path
+    here: Mount, faulty: FaultyS3, tmp_path: Path
 ) -> None:
-    here = behind(bucket=data)
     order = shuffled(1)
     result = give(here, tmp_path, [f"{here.path}/{order[0]}", *order[1:]])
     assert (result.returncode, result.stderr) == (0, "")
@@ -75,9 +74,9 @@ def test_planned_files_are_there_before_they_are_opened(
     "first 256 KiB; also after the open, until the file is closed and a later one is opened."
 )
 def test_planned_ranges_are_fetched_and_nothing_else(
-    behind: Mounter, data: Bucket, faulty: FaultyS3, tmp_path: Path
+    behind: Mounter, tree: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> None:
-    here = behind("--cache-size", "18MiB", bucket=data)
+    here = behind("--cache-size", "18MiB", bucket=tree)
     ranges = [(5 * MIB - 1, 7 * MIB), (2 * MIB, 2 * MIB + 9), (7 * MIB, 9 * MIB), (9**9, 9**10)]
     order = [*SHARDS, "shards/0"]
     lines = [f"{key}\t\t{start}-{stop}" for key in order for start, stop in ranges]
@@ -100,8 +99,8 @@ def test_planned_ranges_are_fetched_and_nothing_else(
 
 
 @states("Of planned files the one goes first whose next use is farthest; pinned files stay.")
-def test_what_is_used_last_goes_first(mounter: Mounter, data: Bucket, tmp_path: Path) -> None:
-    here = mounter("--cache-size", "18MiB", bucket=data)
+def test_what_is_used_last_goes_first(mounter: Mounter, tree: Bucket, tmp_path: Path) -> None:
+    here = mounter("--cache-size", "18MiB", bucket=tree)
     pinned = shuffled(0)[:2]
     fusefs("pin", *(here.path / key for key in pinned))
     epochs = [shuffled(seed) for seed in range(4)]
@@ -123,9 +122,9 @@ def test_what_is_used_last_goes_first(mounter: Mounter, data: Bucket, tmp_path: 
     "no read fails because of a plan."
 )
 def test_a_reader_that_leaves_its_plan_has_it_ignored(
-    mounter: Mounter, data: Bucket, tmp_path: Path
+    mounter: Mounter, tree: Bucket, tmp_path: Path
 ) -> None:
-    here = mounter("--cache-size", "17MiB", bucket=data)
+    here = mounter("--cache-size", "17MiB", bucket=tree)
     assert give(here, tmp_path, shuffled(1) * 3).returncode == 0
     for key in shuffled(2):
         assert read_all(here.path / key) == FILES[key]
@@ -138,9 +137,9 @@ def test_a_reader_that_leaves_its_plan_has_it_ignored(
     "of the cache is fetched ahead at most."
 )
 def test_a_plan_that_no_open_has_confirmed_evicts_nothing(
-    mounter: Mounter, data: Bucket, tmp_path: Path
+    mounter: Mounter, tree: Bucket, tmp_path: Path
 ) -> None:
-    here = mounter("--cache-size", "18MiB", bucket=data)
+    here = mounter("--cache-size", "18MiB", bucket=tree)
     read, planned = sorted(FILES)[:32], sorted(FILES)[32:]
     for _ in range(2):
         for key in read:
@@ -159,9 +158,9 @@ def test_a_plan_that_no_open_has_confirmed_evicts_nothing(
     "It ends with the mount."
 )
 def test_the_next_daemon_goes_on_with_a_plan(
-    mounter: Mounter, data: Bucket, tmp_path: Path
+    mounter: Mounter, tree: Bucket, tmp_path: Path
 ) -> None:
-    here = mounter("--session", "kernel", bucket=data)
+    here = mounter("--session", "kernel", bucket=tree)
     order = shuffled(1)
     assert give(here, tmp_path, order, "--reader", "rank 0").returncode == 0
     replace_daemon(here)
@@ -174,9 +173,8 @@ def test_the_next_daemon_goes_on_with_a_plan(
 
 
 def test_a_stall_begins_with_an_open_that_waits_for_s3(
-    behind: Mounter, data: Bucket, faulty: FaultyS3, tmp_path: Path
+    here: Mount, faulty: FaultyS3, tmp_path: Path
 ) -> None:
-    here = behind(bucket=data)
     order = shuffled(1)
     assert len([*here.path.rglob("f*")]) >= len(FILES)
     stalled = faulty.add("GET", stall=True)
@@ -188,10 +186,7 @@ def test_a_stall_begins_with_an_open_that_waits_for_s3(
     assert plan_of(here)["late_since"] is None
 
 
-def test_bad_plans_get_one_line_and_disturb_nothing(
-    mounter: Mounter, data: Bucket, tmp_path: Path
-) -> None:
-    here = mounter(bucket=data)
+def test_bad_plans_get_one_line_and_disturb_nothing(here: Mount, tmp_path: Path) -> None:
     packed = subprocess.check_output(["zstd", "-qc"], input="\n".join(FILES).encode())
     (tmp_path / "order.zst").write_bytes(packed)
     assert fusefs("plan", here.path, tmp_path / "order.zst").returncode == 0
@@ -248,10 +243,7 @@ class Batches:
     "the next one where the sampler has `set_epoch`."
 )
 @pytest.mark.parametrize("is_in_batches", [False, True])
-def test_a_sampler_tells_the_mount_its_epochs(
-    mounter: Mounter, data: Bucket, is_in_batches: bool
-) -> None:
-    here = mounter("--cache-size", "18MiB", bucket=data)
+def test_a_sampler_tells_the_mount_its_epochs(here: Mount, is_in_batches: bool) -> None:
     paths = [here.path / key for key in FILES]
     inner = Shuffled()
     sampler = Batches(inner) if is_in_batches else inner
@@ -276,10 +268,9 @@ def test_a_sampler_tells_the_mount_its_epochs(
     "it is the plan of a run that opens the same."
 )
 def test_a_recorded_run_of_a_killed_job_is_the_plan_of_the_next_one(
-    mounter: Mounter, data: Bucket, tmp_path: Path
+    here: Mount, tmp_path: Path
 ) -> None:
-    here, record = mounter(bucket=data), tmp_path / "order.txt"
-    order = shuffled(1)
+    order, record = shuffled(1), tmp_path / "order.txt"
     recording = subprocess.Popen([FUSEFS, "record", here.path, record])
     try:
         until(record.exists, "it records")
