@@ -17,13 +17,13 @@ import pytest
 
 from tests.support.machine.local_file import LocalFile, MakeFile
 from tests.support.machine.ordinary_user import public_directory
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.servers import ceph_lacks, ceph_server
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.ceph_server import CephServer
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import mounting
+from tests.support.sharing import mounting, with_passthrough
 from tests.support.survival.keeping import Kept, kept_mount
 
 TESTS = Path(__file__).parent
@@ -204,23 +204,22 @@ def module_mounter(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> 
         yield mount
 
 
+@pytest.fixture(scope="module")
+def mount(module_mounter: Mounter) -> Mount:
+    """A writable mount of the module's bucket; each test has a part of its own."""
+    return module_mounter(WRITABLE)
+
+
 @pytest.fixture
 def passthrough(mounter: Mounter) -> Mounter:
     """As `mounter`, with passthrough on."""
-    return lambda *options: _with_passthrough(mounter(*options))
+    return lambda *options: with_passthrough(mounter(*options))
 
 
 @pytest.fixture(scope="module")
 def passing(module_mounter: Mounter) -> Mount:
     """A mount of the module's bucket that asks it at each open, with passthrough on."""
-    return _with_passthrough(module_mounter("--metadata-ttl", "0s"))
-
-
-def _with_passthrough(mount: Mount) -> Mount:
-    state = mount.status()["passthrough"]
-    if not state["on"]:
-        pytest.skip(f"no passthrough: {state['why']}")
-    return mount
+    return with_passthrough(module_mounter("--metadata-ttl", "0s"))
 
 
 @pytest.fixture

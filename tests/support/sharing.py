@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,14 @@ def mounting(bucket: Bucket, directory: Path) -> Iterator[Mounter]:
             made.clean_up()
 
 
+def with_passthrough(mount: Mount) -> Mount:
+    """The mount; the test is skipped where the kernel can't read cached files by itself."""
+    state = mount.status()["passthrough"]
+    if not state["on"]:
+        pytest.skip(f"no passthrough: {state['why']}")
+    return mount
+
+
 def drop_copies(kept: Path | str = "//") -> str:
     """First in a mount namespace: its private copies of other tests' mounts would keep them alive.
 
@@ -133,6 +141,15 @@ def read_all(path: Path | str, size: int = 1 << 20) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+def error_of(call: Callable[[], object]) -> int | None:
+    """The errno that a call fails with; None if it does not."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def read_or_stale(fd: int, size: int, offset: int) -> bytes | None:

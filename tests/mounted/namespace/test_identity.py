@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import Mount
 from tests.support.programs import WRITABLE
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -19,11 +19,6 @@ from tests.support.survival.surviving import replace_daemon
 from tests.support.waiting import until
 
 LOCK = Path(__file__).parents[2] / "support" / "lock_by_rename.py"
-
-
-@pytest.fixture(scope="module")
-def mount(module_mounter: Mounter) -> Mount:
-    return module_mounter(*WRITABLE)
 
 
 @pytest.fixture(params=["disk", "mount"])

@@ -13,7 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache import file_cache
 from fusefs.cache.cached_file import CacheFile
-from fusefs.cache.passthrough import MOST_AT_ONCE, PassthroughFiles
+from fusefs.cache.passthrough import MOST_AT_ONCE, MOST_IDS, PassthroughFiles
 from tests.support.local_cache import CHUNK, cache_in, version
 from tests.support.waiting import eventually
 
@@ -45,24 +45,24 @@ class CountingRegistrar:
         return trio.Event()
 
 
-def counted_ids(most: int) -> tuple[PassthroughFiles, set[int]]:
+def counted_ids(most: int = MOST_IDS) -> tuple[PassthroughFiles, CountingRegistrar]:
     registrar = CountingRegistrar()
     ids = PassthroughFiles(registrar, most=most)
     ids.is_on = True
-    return ids, registrar.given
+    return ids, registrar
 
 
 async def test_backing_ids_are_bounded_and_given_back() -> None:
-    ids, given = counted_ids(most=3)
+    ids, registrar = counted_ids(most=3)
     files = [CacheFile(f"file-{n}", 1) for n in range(8)]
     for file in files:
         await ids.register(file)
-    assert len(given) == len(ids) == 3
+    assert len(registrar.given) == len(ids) == 3
     assert ids.find(files[0]) == 0
     kept = ids.find(files[7])
     assert kept == await ids.register(files[7]) != 0
     ids.drop(files[7])
-    assert kept not in given
+    assert kept not in registrar.given
 
 
 async def test_the_backing_id_of_an_open_file_is_not_given_back() -> None:
@@ -76,7 +76,7 @@ async def test_the_backing_id_of_an_open_file_is_not_given_back() -> None:
 
 
 async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> None:
-    ids, given = counted_ids(most=3)
+    ids, registrar = counted_ids(most=3)
     file = CacheFile("file", 1)
     got: list[int] = []
 
@@ -86,14 +86,12 @@ async def test_a_file_that_is_opened_by_two_at_once_gets_one_backing_id() -> Non
     async with trio.open_nursery() as nursery:
         for _ in range(5):
             nursery.start_soon(register)
-    assert set(got) == given
-    assert len(given) == 1
+    assert set(got) == registrar.given
+    assert len(registrar.given) == 1
 
 
 async def test_an_open_waits_for_the_backing_id_that_is_on_its_way() -> None:
-    registrar = CountingRegistrar()
-    ids = PassthroughFiles(registrar)
-    ids.is_on = True
+    ids, registrar = counted_ids()
     files = [CacheFile(f"file-{n}", 1) for n in range(3)]
     got: list[int] = []
 
@@ -112,9 +110,7 @@ async def test_an_open_waits_for_the_backing_id_that_is_on_its_way() -> None:
 
 
 async def test_an_open_takes_along_the_files_that_wait_to_be_registered() -> None:
-    registrar = CountingRegistrar()
-    ids = PassthroughFiles(registrar)
-    ids.is_on = True
+    ids, registrar = counted_ids()
     ids.gathered += [CacheFile(f"file-{n}", 1) for n in range(2 * MOST_AT_ONCE)]
     assert await ids.register(ids.gathered[5]) == 1
     assert registrar.messages == [MOST_AT_ONCE]
@@ -123,9 +119,7 @@ async def test_an_open_takes_along_the_files_that_wait_to_be_registered() -> Non
 
 
 async def test_a_file_that_the_kernel_refuses_ahead_is_registered_by_its_open() -> None:
-    registrar = CountingRegistrar()
-    ids = PassthroughFiles(registrar)
-    ids.is_on = True
+    ids, registrar = counted_ids()
     file = CacheFile("file", 1)
     registrar.error = errno.ENFILE
     assert await ids.register_all([file]) == [errno.ENFILE]
@@ -138,9 +132,7 @@ async def test_files_that_are_fetched_ahead_are_registered_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_cache, "GATHER_S", 1.0)
-    registrar = CountingRegistrar()
-    ids = PassthroughFiles(registrar)
-    ids.is_on = True
+    ids, registrar = counted_ids()
     async with cache_in(tmp_path, backing=ids) as parts:
         wanted = [version(f"file-{n}", CHUNK) for n in range(MOST_AT_ONCE + 4)]
         files = [parts.cache.pin(one) for one in wanted]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Mounter
+from tests.support.mounting import Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
@@ -73,25 +73,20 @@ def test_other_processes_see_a_lock(steady: Path, *, is_whole: bool) -> None:
         assert caught.value.errno == errno.EBADF
 
 
-def test_a_flock_of_a_handle_from_before_the_fetch_does_not_hold_for_later_ones(
-    passthrough: Mounter, bucket: Bucket
+@pytest.mark.parametrize("change", ["it becomes whole", "it is replaced"])
+def test_a_flock_does_not_hold_for_handles_after_a_fetch_or_of_another_version(
+    passing: Mount, folder: Bucket, change: str
 ) -> None:
-    bucket.put("file", stamped(1, LARGE))
-    path = passthrough().path / "file"
+    size = SMALL if change == "it is replaced" else LARGE
+    folder.put("file", stamped(1, size))
+    path = passing.path / folder.prefix / "file"
     with path.open("rb", buffering=0) as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)
         assert as_another_sees(path)[0] == "locked"
-        read_all(path)
-        assert as_another_sees(path)[0] == "free"
-
-
-def test_a_flock_of_one_version_does_not_hold_for_another(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("file", stamped(1, SMALL))
-    path = mounter("--metadata-ttl", "0s").path / "file"
-    with path.open("rb", buffering=0) as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        assert as_another_sees(path)[0] == "locked"
-        bucket.put("file", stamped(2, SMALL))
+        if change == "it is replaced":
+            folder.put("file", stamped(2, size))
+        else:
+            read_all(path)
         assert as_another_sees(path)[0] == "free"
 
 

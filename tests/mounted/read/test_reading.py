@@ -4,7 +4,6 @@ Each test runs on a mount whose reads are passthrough once a file is cached, and
 on one whose reads the daemon answers.
 """
 
-import hashlib
 import mmap
 import os
 import random
@@ -18,9 +17,9 @@ import pytest
 
 from tests.support.machine.libc import mapped
 from tests.support.mounting import Mount, Mounter
+from tests.support.programs import digest
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, new_bucket
-from tests.support.servers.s3_server import S3Server
+from tests.support.servers.buckets import Bucket
 from tests.support.sharing import KINDS, content, python, read_all
 
 MIB = 1 << 20
@@ -68,21 +67,16 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def objects(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
+def objects(shared: Bucket) -> Bucket:
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda name: bucket.put(name, content(name, SIZES[name])), SIZES))
-    return bucket
+        list(threads.map(lambda name: shared.put(name, content(name, SIZES[name])), SIZES))
+    return shared
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def world(request: pytest.FixtureRequest, objects: Bucket, module_mounter: Mounter) -> World:
     mount = module_mounter(*KINDS[request.param], bucket=objects, cache=request.param)
     return World(mount, request.param)
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def test_many_readers_of_small_and_large_files_get_the_objects_bytes(world: World) -> None:

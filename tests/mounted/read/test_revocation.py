@@ -6,7 +6,6 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.support.mounting import Mounter, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
+from tests.support.sharing import error_of
 from tests.support.waiting import until
 
 AFTER_S = 120.0
@@ -114,15 +114,6 @@ async def test_without_the_setting_no_store_is_probed(
 
 
 DATA = os.urandom(3 << 20)
-
-
-def error_of(call: Callable[[], object]) -> int | None:
-    """The errno that a call fails with."""
-    try:
-        call()
-    except OSError as error:
-        return error.errno
-    return None
 
 
 @states(

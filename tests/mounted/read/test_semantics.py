@@ -3,42 +3,34 @@
 import errno
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.flat_s3 import ListingServer
-from tests.support.servers.s3_server import S3Server
-from tests.support.sharing import content, read_all
+from tests.support.sharing import content, error_of, read_all
 
 MIB = 1 << 20
 DATA = content("file", 100_003)
 
 
 @pytest.fixture(scope="module")
-def objects(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
-    bucket.put("d/file", DATA, ContentType="text/x-test")
-    bucket.put("d/large", content("large", 3 * MIB))
-    bucket.put("empty", b"")
-    return bucket
-
-
-@pytest.fixture(scope="module")
-def still(objects: Bucket, module_mounter: Mounter) -> Mount:
+def still(shared: Bucket, module_mounter: Mounter) -> Mount:
     """A mount of a bucket that does not change."""
-    return module_mounter(bucket=objects)
+    shared.put("d/file", DATA, ContentType="text/x-test")
+    shared.put("d/large", content("large", 3 * MIB))
+    shared.put("empty", b"")
+    return module_mounter()
 
 
 @states(
     "A file's size and modification time are its object's; `st_atime` and `st_ctime` are the same"
     " time."
 )
-def test_size_and_times_are_the_objects(still: Mount, objects: Bucket) -> None:
-    answer = objects.client.head_object(Bucket=objects.name, Key="d/file")
+def test_size_and_times_are_the_objects(still: Mount, shared: Bucket) -> None:
+    answer = shared.client.head_object(Bucket=shared.name, Key="d/file")
     status = (still.path / "d" / "file").stat()
     assert status.st_size == len(DATA)
     assert int(status.st_mtime) == int(answer["LastModified"].timestamp())
@@ -106,9 +98,9 @@ def test_reading_changes_no_access_time(still: Mount) -> None:
     " `user.s3.storage_class`, `user.s3.content_type` and, where the bucket keeps versions,"
     " `user.s3.version_id`."
 )
-def test_extended_attributes_tell_of_the_object(still: Mount, objects: Bucket) -> None:
+def test_extended_attributes_tell_of_the_object(still: Mount, shared: Bucket) -> None:
     path = still.path / "d" / "file"
-    answer = objects.client.head_object(Bucket=objects.name, Key="d/file")
+    answer = shared.client.head_object(Bucket=shared.name, Key="d/file")
     told = ("key", "etag", "storage_class", "content_type")
     assert {f"user.s3.{name}": os.getxattr(path, f"user.s3.{name}") for name in told} == {
         "user.s3.key": b"d/file",
@@ -172,14 +164,6 @@ def test_a_file_has_no_holes_however_little_is_cached(still: Mount) -> None:
             os.lseek(file.fileno(), size, os.SEEK_DATA)
 
 
-def outcome(path: Path) -> int | None:
-    try:
-        read_all(path)
-    except OSError as error:
-        return error.errno
-    return None
-
-
 @states(
     "A missing object is ENOENT, access denied by S3 is EACCES, a replaced or deleted one ESTALE"
     " on an open file."
@@ -201,5 +185,5 @@ def test_what_s3_answers_becomes_an_errno(mounter: Mounter) -> None:
             server.refusal = refusal
             if refusal[0] == 404:
                 del server.objects["d/one"]
-            got[refusal] = outcome(path)
+            got[refusal] = error_of(lambda: read_all(path))
         assert got == cases

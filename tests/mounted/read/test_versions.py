@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import mmap
@@ -21,6 +22,14 @@ from tests.support.sharing import KINDS, read_all, read_or_stale, stamped, versi
 MIB = 1 << 20
 SMALL = 300_000
 LARGE = 24 * MIB
+# The files of a mount that relies on its listings; each test has a folder of them.
+HOURLY = {
+    "outdated/file": LARGE,
+    "listed/large": LARGE,
+    "listed/small": SMALL,
+    "deleted/gone": SMALL,
+    "deleted/stays": 0,
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -42,10 +51,14 @@ def at_once(root: Path, folder: Bucket) -> Path:
     return root / folder.prefix
 
 
-@pytest.fixture
-def hourly(kind: str, mounter: Mounter, folder: Bucket) -> Path:
-    """The test's folder on a mount of its own, which relies on its listings."""
-    return mounter(*KINDS[kind], "--metadata-ttl", "1h", bucket=folder).path / folder.prefix
+@pytest.fixture(scope="module")
+def hourly(kind: str, module_mounter: Mounter, shared: Bucket) -> tuple[Path, Bucket]:
+    """A folder of files on a mount that relies on its listings."""
+    folder = dataclasses.replace(shared, prefix=f"{kind}/")
+    for key, size in HOURLY.items():
+        folder.put(key, stamped(1, size))
+    mount = module_mounter(*KINDS[kind], "--metadata-ttl", "1h", cache=f"hourly-{kind}")
+    return mount.path / kind, folder
 
 
 @states(
@@ -109,25 +122,26 @@ def test_an_old_handle_of_a_file_that_is_not_cached_gets_estale(
 
 @states("After ESTALE a new open reads the new version, whatever the metadata TTL is.")
 def test_a_version_that_proved_outdated_is_not_valid_until_the_ttl(
-    hourly: Path, folder: Bucket
+    hourly: tuple[Path, Bucket],
 ) -> None:
-    folder.put("file", stamped(1, LARGE))
-    with (hourly / "file").open("rb", buffering=0) as old:
+    root, bucket = hourly
+    path = root / "outdated/file"
+    with path.open("rb", buffering=0) as old:
         os.pread(old.fileno(), 4096, 0)
-        folder.put("file", stamped(2, LARGE))
+        bucket.put("outdated/file", stamped(2, LARGE))
         assert read_or_stale(old.fileno(), 4096, LARGE - 4096) is None
-    assert read_all(hourly / "file") == stamped(2, LARGE)
+    assert read_all(path) == stamped(2, LARGE)
 
 
-def test_an_outdated_listing_does_not_make_an_open_fail(hourly: Path, folder: Bucket) -> None:
+def test_an_outdated_listing_does_not_make_an_open_fail(hourly: tuple[Path, Bucket]) -> None:
     """The listing still tells the old version, of which nothing is cached."""
-    for name, size in (("small", SMALL), ("large", LARGE)):
-        folder.put(name, stamped(1, size))
-    assert os.listdir(hourly) == ["large", "small"]
-    for name, size in (("small", SMALL), ("large", LARGE)):
-        folder.put(name, stamped(2, size + 7))
-        assert read_all(hourly / name) == stamped(2, size + 7)
-        assert (hourly / name).stat().st_size == size + 7
+    root, bucket = hourly
+    assert os.listdir(root / "listed") == ["large", "small"]
+    for name in ("listed/small", "listed/large"):
+        data = stamped(2, HOURLY[name] + 7)
+        bucket.put(name, data)
+        assert read_all(root / name) == data
+        assert (root / name).stat().st_size == len(data)
 
 
 @states(
@@ -156,14 +170,13 @@ def test_an_object_that_is_replaced_during_an_open(
 
 
 def test_a_deleted_object_that_is_still_listed_is_enoent_on_open(
-    hourly: Path, folder: Bucket
+    hourly: tuple[Path, Bucket],
 ) -> None:
-    folder.put("gone", stamped(1, SMALL))
-    folder.put("stays", b"")
-    assert os.listdir(hourly) == ["gone", "stays"]
-    folder.delete("gone")
+    root, bucket = hourly
+    assert os.listdir(root / "deleted") == ["gone", "stays"]
+    bucket.delete("deleted/gone")
     with pytest.raises(FileNotFoundError):
-        read_all(hourly / "gone")
+        read_all(root / "deleted/gone")
 
 
 def test_a_replaced_object_of_the_same_content_goes_on_as_one_version(

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 from fusefs.linux.libc import allocate
-from tests.support.mounting import WRITABLE, Mount, Mounter
+from tests.support.mounting import Mount
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 
 KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 0x1, 0x2, 0x8, 0x10, 0x20
-
-
-@pytest.fixture(scope="module")
-def mount(module_mounter: Mounter) -> Mount:
-    return module_mounter(WRITABLE)
 
 
 @pytest.fixture

@@ -9,16 +9,12 @@ import pytest
 
 from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, cost, fusefs
 from tests.support.semantics import states
-from tests.support.servers.buckets import Bucket, keys, stored
+from tests.support.servers.buckets import Bucket, keys, new_bucket, stored
+from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S
 from tests.support.waiting import until
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
-
-
-@pytest.fixture(scope="module")
-def mount(module_mounter: Mounter) -> Mount:
-    return module_mounter(WRITABLE)
 
 
 def shell(mount: Mount, command: str, shell: str = SHELLS[0]) -> Callable[[], object]:
@@ -135,9 +131,13 @@ def test_a_log_that_is_appended_to_again_and_again_is_not_sent_each_time(
         assert stored(shared, "events") == path.read_bytes()
 
 
-@pytest.fixture
-def by_path(mounter: Mounter) -> Mount:
-    return mounter("--session", "kernel", WRITABLE, "--durability=local:runs/**,bucket:strict/**")
+@pytest.fixture(scope="module")
+def by_path(s3: S3Server, module_mounter: Mounter) -> tuple[Mount, Bucket]:
+    options = ("--session", "kernel", WRITABLE, "--durability=local:runs/**,bucket:strict/**")
+    bucket = new_bucket(s3)
+    for name in ("runs", "strict"):
+        bucket.put(f"{name}/", b"")
+    return module_mounter(*options, bucket=bucket, cache="by-path"), bucket
 
 
 @states(
@@ -145,18 +145,18 @@ def by_path(mounter: Mounter) -> Mount:
     " `auto,local:runs/**` what is below `runs` has local durability. Of several patterns that"
     " match a path the last one decides."
 )
-def test_durability_is_chosen_by_path(by_path: Mount, bucket: Bucket) -> None:
-    for name in ("runs", "models"):
-        (by_path.path / name).mkdir()
+def test_durability_is_chosen_by_path(by_path: tuple[Mount, Bucket]) -> None:
+    mount, bucket = by_path
+    (mount.path / "models").mkdir()
 
     def close_all(name: str) -> Callable[[], object]:
-        return lambda: [(by_path.path / name / str(n)).write_bytes(b"x") for n in range(8)]
+        return lambda: [(mount.path / name / str(n)).write_bytes(b"x") for n in range(8)]
 
-    assert cost(by_path, close_all("models"))["puts"] == 8
-    until(lambda: all_sent(by_path) or "puts" not in cost(by_path, close_all("runs")), "no PUT")
-    shown = fusefs("status", by_path.path).stdout
+    assert cost(mount, close_all("models"))["puts"] == 8
+    until(lambda: all_sent(mount) or "puts" not in cost(mount, close_all("runs")), "no PUT")
+    shown = fusefs("status", mount.path).stdout
     assert "; durability auto,local:runs/**,bucket:strict/**" in shown
-    all_sent(by_path)
+    all_sent(mount)
     assert stored(bucket, "runs/7") == b"x"
 
 
@@ -164,11 +164,14 @@ def test_durability_is_chosen_by_path(by_path: Mount, bucket: Bucket) -> None:
     "With `--durability bucket` (which the default, `auto`, is but for files that are appended to"
     " and temporary ones) every close waits for the bucket."
 )
-def test_with_bucket_durability_every_append_is_in_the_bucket(
-    by_path: Mount, bucket: Bucket
+def test_with_bucket_durability_every_append_and_temporary_file_is_in_the_bucket(
+    by_path: tuple[Mount, Bucket],
 ) -> None:
-    (by_path.path / "strict").mkdir()
-    path = by_path.path / "strict/log"
+    mount, bucket = by_path
+    with (mount.path / "strict/file.tmp").open("xb") as file:
+        file.write(b"content")
+    assert stored(bucket, "strict/file.tmp") == b"content"
+    path = mount.path / "strict/log"
     for number in range(10):
         with path.open("ab") as file:
             file.write(b"%d" % number)
@@ -180,19 +183,18 @@ def test_with_bucket_durability_every_append_is_in_the_bucket(
     " with its directory, is in the bucket under its new name when the rename returns; so far as"
     " it had not been uploaded that is one PUT."
 )
-def test_a_file_that_leaves_the_local_paths_is_in_the_bucket(
-    by_path: Mount, bucket: Bucket
-) -> None:
-    (by_path.path / "runs/a").mkdir(parents=True)
+def test_a_file_that_leaves_the_local_paths_is_in_the_bucket(by_path: tuple[Mount, Bucket]) -> None:
+    mount, bucket = by_path
+    (mount.path / "runs/a").mkdir()
 
     def write_and_rename(written: str, renamed: str, to: str) -> Callable[[], object]:
         def call() -> None:
-            (by_path.path / written).write_bytes(b"weights")
-            (by_path.path / renamed).rename(by_path.path / to)
+            (mount.path / written).write_bytes(b"weights")
+            (mount.path / renamed).rename(mount.path / to)
 
         return call
 
-    requests = cost(by_path, write_and_rename("runs/tmp", "runs/tmp", "model"))
+    requests = cost(mount, write_and_rename("runs/tmp", "runs/tmp", "model"))
     assert stored(bucket, "model") == b"weights"
     assert (requests["puts"], requests.get("copies")) == (1, None)
     write_and_rename("runs/a/model", "runs/a", "kept")()

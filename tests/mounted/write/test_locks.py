@@ -11,7 +11,7 @@ import pytest
 from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
-from tests.support.sharing import python
+from tests.support.sharing import python, with_passthrough
 from tests.support.survival.surviving import keeper_status, kill_serving
 from tests.support.waiting import until
 
@@ -46,8 +46,9 @@ while won < 5:
 
 
 @pytest.fixture(scope="module")
-def mount(module_mounter: Mounter) -> Mount:
-    return module_mounter(WRITABLE)
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
+    shared.put("object", bytes(1000))
+    return module_mounter("--session", "kernel", WRITABLE)
 
 
 def as_another_sees(path: Path) -> tuple[str, str]:
@@ -123,8 +124,7 @@ def test_a_file_that_is_created_exclusively_is_a_lock(mount: Mount) -> None:
 
 
 @states("Locks outlive the daemon.")
-def test_locks_outlive_the_daemon(mounter: Mounter, bucket: Bucket) -> None:
-    mount = mounter("--session", "kernel", WRITABLE)
+def test_locks_outlive_the_daemon(mount: Mount, shared: Bucket) -> None:
     path = mount.path / "held"
     with open(path, "wb", buffering=0) as mine:
         mine.write(b"one")
@@ -134,15 +134,14 @@ def test_locks_outlive_the_daemon(mounter: Mounter, bucket: Bucket) -> None:
         assert as_another_sees(path) == ("locked", "locked")
         mine.write(b"two")
     assert as_another_sees(path) == ("free", "free")
-    assert stored(bucket, "held") == b"onetwo"
+    assert stored(shared, "held") == b"onetwo"
     until(lambda: keeper_status(mount)["pause_s"] == 0.0, "no daemon serves")
 
 
 def test_a_lock_through_a_handle_that_reads_by_passthrough_holds_against_writers(
-    passthrough: Mounter, bucket: Bucket
+    mount: Mount,
 ) -> None:
-    bucket.put("object", bytes(1000))
-    path = passthrough(WRITABLE).path / "object"
+    path = with_passthrough(mount).path / "object"
     path.read_bytes()
     with open(path, "rb") as mine:
         fcntl.flock(mine, fcntl.LOCK_EX)

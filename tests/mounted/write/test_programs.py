@@ -17,17 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import WRITABLE, Mount, Mounter
+from tests.support.mounting import Mount
 from tests.support.programs import IS_FULL, check_what_is_left, names_and_contents, need, run, tree
 from tests.support.servers.buckets import Bucket
 
 FILES = 5000 if IS_FULL else 60
-
-
-@pytest.fixture(scope="module")
-def mount(module_mounter: Mounter) -> Mount:
-    """One writable mount for all tests; each works in a folder of its own."""
-    return module_mounter(WRITABLE)
 
 
 @pytest.fixture

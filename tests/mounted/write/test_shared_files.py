@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import WRITABLE, Mount, Mounter, all_sent, fusefs
+from tests.support.mounting import WRITABLE, Mount, all_sent, fusefs
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, stored
 from tests.support.servers.s3_server import S3Server
@@ -27,11 +27,6 @@ pytestmark = pytest.mark.root
 
 MIB = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@pytest.fixture(scope="module")
-def mount(module_mounter: Mounter) -> Mount:
-    return module_mounter(WRITABLE)
 
 
 class Place:

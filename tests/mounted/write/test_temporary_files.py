@@ -123,14 +123,6 @@ def test_what_is_not_renamed_is_in_the_bucket_a_moment_later(mount: Mount, share
     assert stored(shared, "new/large.tmp") == large
 
 
-def test_with_bucket_durability_a_temporary_file_is_in_the_bucket_at_its_close(
-    mounter: Mounter, bucket: Bucket
-) -> None:
-    mount = mounter(*OPTIONS, "--durability", "bucket")
-    make(mount.path / "file.tmp", b"content")
-    assert stored(bucket, "file.tmp") == b"content"
-
-
 @states(
     "What lies below a directory with a random name is temporary as well; a rename of the"
     " directory waits until the bucket has all of it."
