@@ -143,16 +143,17 @@ def test_a_replaced_object_gets_another_inode_number(mounter: Mounter, bucket: B
         assert os.fstat(held.fileno()).st_ino != path.stat().st_ino
 
 
-@pytest.mark.parametrize(("answer", "number"), [(403, errno.EACCES), (500, errno.EIO)])
 def test_a_refusal_of_the_server_becomes_an_errno(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, answer: int, number: int
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3
 ) -> None:
     bucket.put("refused", SMALL)
     options = (*OPTIONS, "--retry-time", "1s")
     path = mounter(*options, endpoint_url=faulty.endpoint_url).path / "refused"
-    faulty.add("GET", "refused", status=answer)
-    with pytest.raises(OSError, match=os.strerror(number)):
-        read_all(path)
+    for answer, number in ((403, errno.EACCES), (500, errno.EIO)):
+        faulty.clear()
+        faulty.add("GET", "refused", status=answer)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            read_all(path)
 
 
 @states("Under `--session pyfuse3` it does wait, for the retry time at most.")

@@ -26,8 +26,10 @@ from tests.mounted.write.test_programs import (
 from tests.support.mounting import WRITABLE, Mounter
 from tests.support.programs import IS_FULL, run
 from tests.support.semantics import states
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.sharing import read_all
+from tests.support.waiting import until
 
 ROUNDS = 20 if IS_FULL else 5
 NEAR_S, FAR_S, FAR_SHARE = 0.03, 0.3, 0.01
@@ -37,19 +39,25 @@ RIGHT_AWAY = states(
 )
 
 
+@pytest.fixture(scope="module")
+def roots(faulty: FaultyS3, module_mounter: Mounter) -> list[Path]:
+    url = faulty.endpoint_url
+    return [module_mounter(WRITABLE, endpoint_url=url, cache=cache).path for cache in "ab"]
+
+
 @pytest.fixture
 def nodes(
-    mounter: Mounter, faulty: FaultyS3, dice: random.Random, as_owner: None
+    roots: list[Path], folder: Bucket, faulty: FaultyS3, dice: random.Random, as_owner: None
 ) -> Iterator[tuple[Path, Path]]:
-    """The roots of two mounts."""
+    """The test's folder on two mounts."""
+    first, second = (root / folder.prefix for root in roots)
+    first.mkdir()
+    until(second.is_dir, "both see the folder")
 
     def wait() -> None:
         time.sleep(FAR_S if dice.random() < FAR_SHARE else NEAR_S)
 
     faulty.add(before=wait)
-    first, second = (
-        mounter(WRITABLE, endpoint_url=faulty.endpoint_url, cache=cache).path for cache in "ab"
-    )
     yield first, second
     faulty.clear()
 

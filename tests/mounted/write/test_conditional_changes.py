@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,20 @@ def mount(mounter: Mounter, faulty: FaultyS3) -> Callable[..., Mount]:
     return begin
 
 
+@pytest.fixture(scope="module")
+def root(module_mounter: Mounter, faulty: FaultyS3) -> Path:
+    """Such a mount for tests that need none of their own."""
+    return module_mounter(WRITABLE, endpoint_url=faulty.endpoint_url).path
+
+
+@pytest.fixture
+def place(root: Path, folder: Bucket) -> Path:
+    """The test's folder there."""
+    path = root / folder.prefix
+    path.mkdir()
+    return path
+
+
 def conditions(faulty: FaultyS3, operation: str, key: str) -> list[str]:
     """Which condition each request of a kind carried for a key."""
     names = ("if-match", "if-none-match")
@@ -49,23 +64,22 @@ def is_probed(mount: Mount) -> bool:
     " undo a later change of the content, where the store honours conditions, unless a removal of"
     " the same content is executed late before it."
 )
-def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3) -> None:
-    root = mount().path
-    file = root / "file"
+def test_changes_carry_conditions(place: Path, faulty: FaultyS3) -> None:
+    file = place / "file"
     file.write_bytes(b"one")
     file.write_bytes(b"two")
-    assert conditions(faulty, "PUT", "file") == ["if-none-match", "if-match"]
-    file.rename(root / "new")
-    assert conditions(faulty, "COPY", "new") == ["if-none-match"]
-    assert conditions(faulty, "DELETE", "file") == ["if-match"]
-    (root / "new").unlink()
-    assert conditions(faulty, "DELETE", "new") == ["if-match"]
-    (root / "dir").mkdir()
-    (root / "dir").rmdir()
-    assert conditions(faulty, "PUT", "dir/") == ["if-none-match"]
-    assert conditions(faulty, "DELETE", "dir/") == ["if-match"]
-    (root / "large").write_bytes(bytes(9 << 20))
-    assert conditions(faulty, "COMPLETE", "large") == ["if-none-match"]
+    assert conditions(faulty, "PUT", "*/file") == ["if-none-match", "if-match"]
+    file.rename(place / "new")
+    assert conditions(faulty, "COPY", "*/new") == ["if-none-match"]
+    assert conditions(faulty, "DELETE", "*/file") == ["if-match"]
+    (place / "new").unlink()
+    assert conditions(faulty, "DELETE", "*/new") == ["if-match"]
+    (place / "dir").mkdir()
+    (place / "dir").rmdir()
+    assert conditions(faulty, "PUT", "*/dir/") == ["if-none-match"]
+    assert conditions(faulty, "DELETE", "*/dir/") == ["if-match"]
+    (place / "large").write_bytes(bytes(9 << 20))
+    assert conditions(faulty, "COMPLETE", "*/large") == ["if-none-match"]
 
 
 @states(
@@ -73,34 +87,33 @@ def test_changes_carry_conditions(mount: Callable[..., Mount], faulty: FaultyS3)
     " mount's file of that name is repeated because its answer was lost."
 )
 def test_a_repeated_delete_removes_nothing_of_anothers(
-    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
+    place: Path, faulty: FaultyS3, folder: Bucket
 ) -> None:
-    root = mount().path
     for name, change in (
-        ("removed", lambda: (root / "removed").unlink()),
-        ("renamed", lambda: (root / "renamed").rename(root / "other")),
+        ("removed", lambda: (place / "removed").unlink()),
+        ("renamed", lambda: (place / "renamed").rename(place / "other")),
     ):
-        (root / name).write_bytes(b"ours")
-        faulty.add("DELETE", name, lose_answer=True, times=1)
-        faulty.add("DELETE", name, times=1, before=lambda key=name: bucket.put(key, b"theirs"))
+        (place / name).write_bytes(b"ours")
+        put = partial(folder.put, name, b"theirs")
+        faulty.add("DELETE", f"*/{name}", lose_answer=True, times=1)
+        faulty.add("DELETE", f"*/{name}", times=1, before=put)
         change()
-        assert stored(bucket, name) == b"theirs"
-    assert stored(bucket, "other") == b"ours"
+        assert stored(folder, name) == b"theirs"
+    assert stored(folder, "other") == b"ours"
 
 
 def test_what_replaces_a_file_while_its_directory_is_renamed_stays(
-    mount: Callable[..., Mount], faulty: FaultyS3, bucket: Bucket
+    place: Path, faulty: FaultyS3, folder: Bucket
 ) -> None:
-    root = mount().path
-    (root / "old").mkdir()
+    (place / "old").mkdir()
     for name in ("a", "b"):
-        (root / "old" / name).write_bytes(b"ours")
-    faulty.add("DELETE MANY", times=1, before=lambda: bucket.put("old/b", b"theirs"))
-    (root / "old").rename(root / "new")
-    assert sorted(os.listdir(root / "new")) == ["a", "b"]
-    until(lambda: "old/a" not in keys(bucket))
-    assert stored(bucket, "old/b") == b"theirs"
-    assert stored(bucket, "new/b") == b"ours"
+        (place / "old" / name).write_bytes(b"ours")
+    faulty.add("DELETE MANY", times=1, before=lambda: folder.put("old/b", b"theirs"))
+    (place / "old").rename(place / "new")
+    assert sorted(os.listdir(place / "new")) == ["a", "b"]
+    until(lambda: "old/a" not in keys(folder))
+    assert stored(folder, "old/b") == b"theirs"
+    assert stored(folder, "new/b") == b"ours"
 
 
 @states(
@@ -206,16 +219,16 @@ def test_a_store_that_ignores_every_condition_is_written_as_before(
 
 
 def test_a_renamed_directory_gets_its_markers_first_each_by_one_request(
-    mount: Callable[..., Mount], faulty: FaultyS3
+    place: Path, folder: Bucket, faulty: FaultyS3
 ) -> None:
     """Copies make directories on some servers; a marker that comes after is refused first."""
-    root = mount().path
-    (root / "old" / "a" / "b").mkdir(parents=True)
+    (place / "old" / "a" / "b").mkdir(parents=True)
     for where in ("old", "old/a", "old/a/b"):
-        (root / where / "file").write_bytes(b"content")
+        (place / where / "file").write_bytes(b"content")
     faulty.clear()
-    os.rename(root / "old", root / "new")
-    made = [(one.operation, one.key) for one in faulty.requests(key="new/*")]
+    os.rename(place / "old", place / "new")
+    requests = faulty.requests(key=f"{folder.prefix}new/*")
+    made = [(one.operation, one.key.removeprefix(folder.prefix)) for one in requests]
     assert made[:3] == [("PUT", "new/"), ("PUT", "new/a/"), ("PUT", "new/a/b/")]
     copies = [(what, key) for what, key in made if what == "COPY"]
     assert sorted(copies) == [
@@ -224,3 +237,4 @@ def test_a_renamed_directory_gets_its_markers_first_each_by_one_request(
         ("COPY", "new/file"),
     ]
     assert [key for what, key in made if what == "PUT"] == ["new/", "new/a/", "new/a/b/"]
+    until(lambda: not any(key.startswith("old/") for key in keys(folder)), "all is done")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fusefs.linux.libc import KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, allocate
-from tests.support.mounting import WRITABLE, Mounter, status, uploads
+from tests.support.mounting import WRITABLE, Mount, Mounter, status, uploads
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, keys, stored
 from tests.support.sharing import content
@@ -19,42 +19,51 @@ MIB = 1 << 20
 
 pytestmark = pytest.mark.root
 
+# The objects that are edited, each by one test.
+LARGE = {"moved": 64 * MIB, "cut": 40 * MIB, "punched": 24 * MIB}
+
+
+@pytest.fixture(scope="module")
+def mount(shared: Bucket, module_mounter: Mounter) -> Mount:
+    for key, size in LARGE.items():
+        shared.put(key, content(key, size))
+    return module_mounter("--session", "kernel", WRITABLE)
+
 
 @states("A large file is sent while it is written, and seen in the bucket after its close.")
-def test_a_large_file_is_sent_while_it_is_written(mounter: Mounter, bucket: Bucket) -> None:
-    mount = mounter("--no-read-only")
+def test_a_large_file_is_sent_while_it_is_written(mount: Mount, shared: Bucket) -> None:
     content = os.urandom(40 << 20)
+    before = status(mount)["s3"]["bytes_sent"]
     with open(mount.path / "big", "wb", buffering=0) as file:
         file.write(content)
-        until(lambda: status(mount)["s3"]["bytes_sent"] >= 16 << 20)
-        assert keys(bucket) == []
+        until(lambda: status(mount)["s3"]["bytes_sent"] - before >= 16 << 20)
+        assert "big" not in keys(shared)
         # What was sent already is changed once more.
         os.pwrite(file.fileno(), b"changed", 1 << 20)
     expected = content[: 1 << 20] + b"changed" + content[(1 << 20) + 7 :]
-    assert stored(bucket, "big") == expected
+    assert stored(shared, "big") == expected
     assert (mount.path / "big").read_bytes() == expected
-    assert uploads(bucket) == []
+    assert uploads(shared) == []
 
 
 def test_a_large_file_that_is_renamed_or_removed_while_it_is_written(
-    mounter: Mounter, bucket: Bucket
+    mount: Mount, shared: Bucket
 ) -> None:
-    mount = mounter("--no-read-only")
     content = os.urandom(24 << 20)
     with open(mount.path / "a", "wb", buffering=0) as file:
         file.write(content)
-        until(lambda: uploads(bucket) == ["a"])
+        until(lambda: uploads(shared) == ["a"])
         os.rename(mount.path / "a", mount.path / "b")
         file.write(b"more")
-    assert keys(bucket) == ["b"]
-    assert stored(bucket, "b") == content + b"more"
+    assert "a" not in keys(shared)
+    assert stored(shared, "b") == content + b"more"
     with open(mount.path / "c", "wb", buffering=0) as file:
         file.write(content)
-        until(lambda: uploads(bucket) == ["c"])
+        until(lambda: uploads(shared) == ["c"])
         os.unlink(mount.path / "c")
-    assert keys(bucket) == ["b"]
+    assert "c" not in keys(shared)
     # The kernel releases a handle after close() has returned.
-    until(lambda: uploads(bucket) == [], "the upload of a removed file is aborted")
+    until(lambda: uploads(shared) == [], "the upload of a removed file is aborted")
 
 
 @states("Parts that the bucket has are not sent again by the next daemon.")
@@ -105,29 +114,22 @@ def test_what_was_never_closed_is_kept_and_its_upload_aborted(
     " and no others, where the cache disk tells of holes of 4 KiB."
 )
 def test_editing_a_large_object_moves_the_parts_that_change_alone(
-    mounter: Mounter, bucket: Bucket
+    mount: Mount, shared: Bucket
 ) -> None:
-    content = bytearray(os.urandom(64 << 20))
-    bucket.put("big", bytes(content))
-    mount = mounter("--no-read-only")
+    expected = bytearray(content("moved", LARGE["moved"]))
+    expected[(20 << 20) + 5 : (20 << 20) + 12] = b"changed"
     before = status(mount)["s3"]
-    with open(mount.path / "big", "r+b", buffering=0) as file:
+    with open(mount.path / "moved", "r+b", buffering=0) as file:
         file.seek((20 << 20) + 5)
         file.write(b"changed")
         file.seek((20 << 20) - 3)
-        assert (
-            file.read(20)
-            == content[(20 << 20) - 3 : (20 << 20) + 5]
-            + b"changed"
-            + content[(20 << 20) + 12 : (20 << 20) + 17]
-        )
-    content[(20 << 20) + 5 : (20 << 20) + 12] = b"changed"
+        assert file.read(20) == expected[(20 << 20) - 3 : (20 << 20) + 17]
     after = status(mount)["s3"]
     assert after["bytes_fetched"] - before["bytes_fetched"] <= 24 << 20
     assert after["bytes_sent"] - before["bytes_sent"] == 8 << 20
-    assert stored(bucket, "big") == content
-    assert (mount.path / "big").read_bytes() == content
-    assert uploads(bucket) == []
+    assert stored(shared, "moved") == expected
+    assert (mount.path / "moved").read_bytes() == expected
+    assert uploads(shared) == []
 
 
 @pytest.mark.parametrize("conflict", ["overwrite", "fail"])
@@ -156,27 +158,25 @@ def test_an_edit_whose_object_somebody_else_replaces_is_given_up_and_kept(
 
 
 def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
-    mounter: Mounter, bucket: Bucket
+    mount: Mount, shared: Bucket
 ) -> None:
-    content = bytearray(os.urandom(40 << 20))
-    bucket.put("big", bytes(content))
-    mount = mounter("--no-read-only")
-    with open(mount.path / "big", "r+b", buffering=0) as file:
+    expected = bytearray(content("cut", LARGE["cut"]))
+    with open(mount.path / "cut", "r+b", buffering=0) as file:
         file.seek(10_000_001)
         file.write(b"one")
-        content[10_000_001:10_000_004] = b"one"
+        expected[10_000_001:10_000_004] = b"one"
         file.truncate(30_000_001)
-        del content[30_000_001:]
+        del expected[30_000_001:]
         replace_daemon(mount)
         file.truncate(35_000_000)
-        content.extend(bytes(35_000_000 - len(content)))
+        expected.extend(bytes(35_000_000 - len(expected)))
         file.seek(34_000_000)
         file.write(b"two")
-        content[34_000_000:34_000_003] = b"two"
+        expected[34_000_000:34_000_003] = b"two"
         file.seek(0)
-        assert file.read(100) == content[:100]
-    assert stored(bucket, "big") == content
-    assert (mount.path / "big").read_bytes() == content
+        assert file.read(100) == expected[:100]
+    assert stored(shared, "cut") == expected
+    assert (mount.path / "cut").read_bytes() == expected
 
 
 @states(
@@ -184,12 +184,10 @@ def test_a_large_object_is_extended_shortened_and_edited_over_a_kill(
     "and in a large object that is edited zeros are written."
 )
 def test_a_large_object_that_is_edited_is_punched_zeroed_and_extended(
-    mounter: Mounter, bucket: Bucket
+    mount: Mount, shared: Bucket
 ) -> None:
-    mount = mounter("--session", "kernel", WRITABLE)
-    expected = bytearray(content("edited", 24 * MIB))
-    bucket.put("edited", bytes(expected))
-    path = mount.path / "edited"
+    expected = bytearray(content("punched", LARGE["punched"]))
+    path = mount.path / "punched"
     with open(path, "r+b", buffering=0) as file:
         size = len(expected)
         for mode, start, length in (
@@ -211,5 +209,5 @@ def test_a_large_object_that_is_edited_is_punched_zeroed_and_extended(
         expected[size - 10_000 :] = bytes(30_000)
         assert os.fstat(file.fileno()).st_size == len(expected)
         assert os.pread(file.fileno(), 4 * MIB, 8 * MIB) == expected[8 * MIB :][: 4 * MIB]
-    assert stored(bucket, "edited") == bytes(expected)
+    assert stored(shared, "punched") == bytes(expected)
     assert path.read_bytes() == bytes(expected)

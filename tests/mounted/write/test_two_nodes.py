@@ -33,16 +33,15 @@ LARGE = 20 << 20
 
 @dataclass
 class Nodes:
-    """Two mounts of one bucket, of which the test has a folder, through the proxy."""
+    """Two mounts of one bucket, or one, of which the test has a folder, through the proxy."""
 
     mounts: list[Mount]
     faulty: FaultyS3
     bucket: Bucket
 
     @property
-    def paths(self) -> tuple[Path, Path]:
-        first, second = (mount.path / self.bucket.prefix for mount in self.mounts)
-        return first, second
+    def paths(self) -> list[Path]:
+        return [mount.path / self.bucket.prefix for mount in self.mounts]
 
     def both(self, work: Callable[[Path], None]) -> None:
         """Do something on both nodes at the same time."""
@@ -81,7 +80,7 @@ def pair(faulty: FaultyS3, module_mounter: Mounter) -> Callable[[str], list[Moun
 def nodes(
     pair: Callable[[str], list[Mount]], mounter: Mounter, faulty: FaultyS3, folder: Bucket
 ) -> MakeNodes:
-    """Makes the test's two nodes: mounts of its own if it has options, or wants them.
+    """Makes the test's two nodes: mounts of its own if it has options, or one of its own alone.
 
     Of its folder they know nothing yet but that it is there; `files` are in it.
     """
@@ -92,8 +91,8 @@ def nodes(
         for name, content in files.items():
             folder.put(name, content)
         if options or is_alone:
-            url, caches = faulty.endpoint_url, ("one", "two")
-            given = {"endpoint_url": url, "bucket": folder}
+            caches = ("one",) if is_alone else ("one", "two")
+            given = {"endpoint_url": faulty.endpoint_url, "bucket": folder}
             mounts = [mounter(WRITABLE, *options, cache=cache, **given) for cache in caches]
         else:
             mounts = pair(durability)
@@ -369,37 +368,42 @@ def test_the_rename_of_a_file_with_pending_edits_keeps_what_another_node_has_put
     assert kept == {b"theirs", b"oursontent"}
 
 
-def test_a_run_of_appends_and_edits_costs_no_more_requests_than_they_need(nodes: MakeNodes) -> None:
+def test_a_run_of_appends_and_edits_costs_no_more_requests_than_they_need(
+    mounter: Mounter, bucket: Bucket
+) -> None:
     """Appends need no look into the bucket; an edit takes a HEAD, or the GET that it needs."""
-    both = nodes("--metadata-ttl", "1m", file=b"content")  # names last, however busy the machine is
-    one, _ = both.paths
-    append(one / "log", "first\n")
+    bucket.put("file", b"content")
+    mount = mounter(WRITABLE, "--metadata-ttl", "1m")  # names last, however busy the machine is
+    log, file = mount.path / "log", mount.path / "file"
+    append(log, "first\n")
 
     def appends() -> None:
         for number in range(3):
-            append(one / "log", f"{number}\n")
+            append(log, f"{number}\n")
 
-    assert cost(both.mounts[0], appends) == {"puts": 3}
-    os.stat(one / "file")
-    assert cost(both.mounts[0], lambda: edit(one / "file")) == {"gets": 1, "puts": 1}
-    assert cost(both.mounts[0], lambda: edit(one / "file")) == {"heads": 1, "puts": 1}
-    assert cost(both.mounts[0], lambda: (one / "file").write_bytes(b"anew")) == {"puts": 1}
+    assert cost(mount, appends) == {"puts": 3}
+    os.stat(file)
+    assert cost(mount, lambda: edit(file)) == {"gets": 1, "puts": 1}
+    assert cost(mount, lambda: edit(file)) == {"heads": 1, "puts": 1}
+    assert cost(mount, lambda: file.write_bytes(b"anew")) == {"puts": 1}
 
 
 @states(
     "There a program changes a file without a look into the bucket; where the object has been"
     " replaced, `close` and `fsync` fail with ESTALE, and both contents are kept."
 )
-def test_a_bucket_that_never_changes_is_not_looked_at(nodes: MakeNodes) -> None:
-    both = nodes("--metadata-ttl", "indefinite", file=b"content")
-    one, _ = both.paths
-    edit(one / "file")
-    assert cost(both.mounts[0], lambda: edit(one / "file")) == {"puts": 1}
-    both.bucket.put("file", b"theirs")
-    ours = (one / "file").read_bytes()
-    assert is_stale(lambda: edit(one / "file"))
-    assert stored(both.bucket, "file") == b"theirs"
-    assert both.conflicts("file") == [ours]
+def test_a_bucket_that_never_changes_is_not_looked_at(mounter: Mounter, bucket: Bucket) -> None:
+    bucket.put("file", b"content")
+    mount = mounter(WRITABLE, "--metadata-ttl", "indefinite")
+    file = mount.path / "file"
+    edit(file)
+    assert cost(mount, lambda: edit(file)) == {"puts": 1}
+    bucket.put("file", b"theirs")
+    ours = file.read_bytes()
+    assert is_stale(lambda: edit(file))
+    assert stored(bucket, "file") == b"theirs"
+    [conflict] = [key for key in keys(bucket) if key.startswith("file.conflict-")]
+    assert stored(bucket, conflict) == ours
 
 
 @states(
@@ -479,7 +483,7 @@ def test_without_conditions_the_last_close_wins(nodes: MakeNodes) -> None:
 def test_a_store_that_refuses_conditions_is_written_to_all_the_same(nodes: MakeNodes) -> None:
     both = nodes(is_alone=True, file=b"old")
     both.faulty.clear()
-    one, _ = both.paths
+    [one] = both.paths
     for header in ("if-match", "if-none-match"):
         both.faulty.add("PUT", "*/file", code="NotImplemented", with_header=header)
         both.faulty.add("PUT", "*/new", code="NotImplemented", with_header=header)
@@ -498,9 +502,9 @@ def test_a_store_that_refuses_conditions_is_written_to_all_the_same(nodes: MakeN
 def test_what_can_not_go_behind_another_object_is_told(
     nodes: MakeNodes, options: tuple[str, ...]
 ) -> None:
-    both = nodes(*options, file=b"old\n")
+    both = nodes(*options, is_alone=bool(options), file=b"old\n")
     both.faulty.clear()
-    one, _ = both.paths
+    one = both.paths[0]
     with open(one / "file", "rb") as reader:
         assert reader.read() == b"old\n"
         both.faulty.add("PUT", "*/file", times=1, before=lambda: both.bucket.put("file", b"theirs"))
