@@ -25,6 +25,14 @@ def at_once(module_mounter: Mounter) -> Path:
     return module_mounter("--metadata-ttl", "0s").path
 
 
+@pytest.fixture(scope="module")
+def for_a_second(shared: Bucket, module_mounter: Mounter) -> Path:
+    """A mount that relies for TTL_S on what it was told, with a folder for each test."""
+    for key in ("changing/changes", "changing/goes", "listed/file"):
+        shared.put(key, b"old")
+    return module_mounter("--metadata-ttl", f"{TTL_S}s").path
+
+
 def seen(path: Path) -> bytes | None:
     try:
         return read_all(path)
@@ -33,20 +41,18 @@ def seen(path: Path) -> bytes | None:
 
 
 @states("A change in the bucket is seen when `--metadata-ttl` has passed, at the latest.")
-def test_a_change_is_seen_when_the_ttl_has_passed(mounter: Mounter, bucket: Bucket) -> None:
+def test_a_change_is_seen_when_the_ttl_has_passed(for_a_second: Path, shared: Bucket) -> None:
     """Also by programs that look all the time, and so renew whatever is kept."""
-    bucket.put("d/changes", b"old")
-    bucket.put("d/goes", b"old")
-    root = mounter("--metadata-ttl", f"{TTL_S}s").path / "d"
+    root = for_a_second / "changing"
 
     def look() -> tuple[bytes | None, bytes | None, bytes | None, list[str]]:
         files = (seen(root / name) for name in ("changes", "goes", "comes"))
         return (*files, sorted(os.listdir(root)))
 
     assert look() == (b"old", b"old", None, ["changes", "goes"])
-    bucket.put("d/changes", b"newer")
-    bucket.delete("d/goes")
-    bucket.put("d/comes", b"new")
+    shared.put("changing/changes", b"newer")
+    shared.delete("changing/goes")
+    shared.put("changing/comes", b"new")
     # Some seconds for the way of an answer to the kernel on a busy machine.
     deadline = time.monotonic() + TTL_S + 3
     while time.monotonic() < deadline:
@@ -56,12 +62,11 @@ def test_a_change_is_seen_when_the_ttl_has_passed(mounter: Mounter, bucket: Buck
     assert (root / "changes").stat().st_size == 5
 
 
-def test_listing_a_directory_again_renews_no_attributes(mounter: Mounter, bucket: Bucket) -> None:
-    bucket.put("d/file", b"old")
-    root = mounter("--metadata-ttl", f"{TTL_S}s").path / "d"
+def test_listing_a_directory_again_renews_no_attributes(for_a_second: Path, shared: Bucket) -> None:
+    root = for_a_second / "listed"
     assert os.listdir(root) == ["file"]
     assert (root / "file").stat().st_size == 3
-    bucket.put("d/file", b"newer")
+    shared.put("listed/file", b"newer")
     changed = time.monotonic()
     while time.monotonic() < changed + TTL_S - 0.5:
         os.listdir(root)
@@ -194,24 +199,20 @@ def test_readers_of_a_directory_that_changes_see_each_name_at_most_once(
     "`rmdir`, and a rename over a directory, look into the bucket: what another node has put there"
     " since it was listed makes them fail (ENOTEMPTY), and is listed from then on."
 )
-@pytest.mark.parametrize("remove", ["rmdir", "rename"])
-def test_what_another_node_has_put_into_a_directory_keeps_it(mounter: Mounter, remove: str) -> None:
+def test_what_another_node_has_put_into_a_directory_keeps_it(mounter: Mounter) -> None:
     here, there = mounter(WRITABLE).path, mounter(WRITABLE, cache="there").path
-    for name in ("full", "over"):
+    for name in ("removed", "replaced", "over"):
         (here / name).mkdir()
         assert os.listdir(here / name) == []
-
-    def act() -> None:
-        if remove == "rmdir":
-            (here / "full").rmdir()
-        else:
-            (here / "over").rename(here / "full")
-
-    (there / "full" / "theirs").write_bytes(b"theirs")
-    with pytest.raises(OSError, match="not empty") as refused:
-        act()
-    assert refused.value.errno == errno.ENOTEMPTY
-    assert os.listdir(here / "full") == ["theirs"]
-    (here / "full" / "theirs").unlink()
-    act()
-    assert os.listdir(here) == (["over"] if remove == "rmdir" else ["full"])
+    for full, change in (
+        ("removed", lambda: (here / "removed").rmdir()),
+        ("replaced", lambda: (here / "over").rename(here / "replaced")),
+    ):
+        (there / full / "theirs").write_bytes(b"theirs")
+        with pytest.raises(OSError, match="not empty") as refused:
+            change()
+        assert refused.value.errno == errno.ENOTEMPTY
+        assert os.listdir(here / full) == ["theirs"]
+        (here / full / "theirs").unlink()
+        change()
+    assert os.listdir(here) == ["replaced"]

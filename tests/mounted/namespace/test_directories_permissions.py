@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.machine.ordinary_user import NOBODY
-from tests.support.mounting import Mount, Mounter
+from tests.support.mounting import WRITABLE, Mount, Mounter
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket, new_bucket
 from tests.support.servers.s3_server import S3Server
@@ -145,10 +145,18 @@ def test_the_mount_has_the_flags_that_keep_it_harmless(tree: Mount) -> None:
     assert {"ro", "nosuid", "nodev"} <= flags_of(tree.path)
 
 
+@pytest.fixture(scope="module")
+def writable(shared: Bucket, module_mounter: Mounter) -> Path:
+    """A mount for writing, with a shared group."""
+    own = {"uid": "7", "gid": "8", "mode": str(stat.S_IFREG | 0o644)}
+    shared.put("directory/of-another-mount", b"", Metadata=own)
+    options = ("--session", "kernel", WRITABLE, "--shared-group", "--gid", "4321")
+    return module_mounter(*options).path
+
+
 @states("The mount is `nosuid` and `nodev`, and `ro` if it is made with `--read-only`.")
-def test_a_mount_for_writing_is_nosuid_and_nodev_too(mounter: Mounter) -> None:
-    flags = flags_of(mounter("--session", "kernel", "--no-read-only").path)
-    assert {"rw", "nosuid", "nodev"} <= flags
+def test_a_mount_for_writing_is_nosuid_and_nodev_too(writable: Path) -> None:
+    assert {"rw", "nosuid", "nodev"} <= flags_of(writable)
 
 
 @states(
@@ -156,15 +164,13 @@ def test_a_mount_for_writing_is_nosuid_and_nodev_too(mounter: Mounter) -> None:
     " and that group may do with it what its owner may, unless it is its owner's alone (0600,"
     " 0700)."
 )
-def test_everything_belongs_to_a_shared_group(mounter: Mounter, bucket: Bucket) -> None:
-    own = {"uid": "7", "gid": "8", "mode": str(stat.S_IFREG | 0o644)}
-    bucket.put("directory/of-another-mount", b"", Metadata=own)
-    path = mounter("--no-read-only", "--shared-group", "--gid", "4321").path
-    (path / "directory" / "made").mkdir(mode=0o750)
-    (path / "directory" / "private").touch(mode=0o600)
-    (path / "directory" / "link").symlink_to("file")
+def test_everything_belongs_to_a_shared_group(writable: Path) -> None:
+    directory = writable / "directory"
+    (directory / "made").mkdir(mode=0o750)
+    (directory / "private").touch(mode=0o600)
+    (directory / "link").symlink_to("file")
     names = ("of-another-mount", "made", "private", "link")
-    shown = [(path / "directory" / name).lstat() for name in names]
+    shown = [(directory / name).lstat() for name in names]
     assert [stat.S_IMODE(one.st_mode) for one in shown] == [0o664, 0o770, 0o600, 0o777]
     assert {one.st_gid for one in shown} == {4321}
     assert shown[0].st_uid == 7

@@ -5,6 +5,7 @@ A script that means the same on a disk runs there, too.
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -137,15 +138,16 @@ def test_the_names_of_a_file_part_at_the_first_change(here: Path, root: Mount) -
             (here / name).unlink()
 
 
-@pytest.mark.parametrize("way", PUBLISHING)
 @states(
     "Of two nodes that make one name by `link`, or by a rename that is to replace nothing, one gets"
     " EEXIST, where the store knows conditional writes and copies."
 )
-def test_of_two_mounts_one_publishes_a_name(mounter: Mounter, way: str) -> None:
+def test_of_two_mounts_one_publishes_a_name(mounter: Mounter) -> None:
     roots = [mounter(WRITABLE, cache=name).path for name in ("one", "other")]
-    for round in range(4):
-        assert len(set(contend(roots, f"version-{round}", way, is_open=round % 2 > 0))) == 1
+    for way in PUBLISHING:
+        for round in range(4):
+            name = f"{way}-{round}"
+            assert len(set(contend(roots, name, way, is_open=round % 2 > 0))) == 1
 
 
 def contend(roots: list[Path], name: str, way: str, *, is_open: bool) -> list[bytes]:
@@ -180,15 +182,14 @@ def through(behind: Mounter) -> Mount:
     return behind("--session", "kernel", WRITABLE)
 
 
-@pytest.mark.parametrize("way", PUBLISHING)
 @pytest.mark.usefixtures("as_owner")
 def test_a_name_is_published_once_when_the_daemon_dies(
-    through: Mount, faulty: FaultyS3, bucket: Bucket, way: str
+    through: Mount, faulty: FaultyS3, bucket: Bucket
 ) -> None:
     """Its own copy is no other node's, also where the answer is lost, and another's is not its."""
     root = through.path
 
-    def publish(name: str, before: Callable[[], object], *, is_open: bool) -> None:
+    def publish(way: str, name: str, before: Callable[[], object], *, is_open: bool) -> None:
         faulty.add("PUT" if is_open else "COPY", name, times=1, before=before, lose_answer=True)
         with (root / f"my-{name}").open("wb", buffering=0) as file:
             file.write(b"mine")
@@ -196,10 +197,10 @@ def test_a_name_is_published_once_when_the_daemon_dies(
                 file.close()
             PUBLISHING[way](root / f"my-{name}", root / name)
 
-    for is_open in (False, True):
-        kind = "open" if is_open else "closed"
-        publish(f"lost-{kind}", lambda: None, is_open=is_open)
-        publish(f"killed-{kind}", lambda: kill_serving(through), is_open=is_open)
+    for way, is_open in itertools.product(PUBLISHING, (False, True)):
+        kind = f"{way}-{'open' if is_open else 'closed'}"
+        publish(way, f"lost-{kind}", lambda: None, is_open=is_open)
+        publish(way, f"killed-{kind}", lambda: kill_serving(through), is_open=is_open)
         for number, fate in enumerate((lambda: None, lambda: kill_serving(through))):
             name = f"theirs-{kind}-{number}"
 
@@ -208,7 +209,7 @@ def test_a_name_is_published_once_when_the_daemon_dies(
                 fate()
 
             with pytest.raises(FileExistsError):
-                publish(name, come_first, is_open=is_open)
+                publish(way, name, come_first, is_open=is_open)
             assert metadata(bucket, name) == {}
         assert stored(bucket, f"lost-{kind}") == stored(bucket, f"killed-{kind}") == b"mine"
 

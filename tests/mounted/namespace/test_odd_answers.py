@@ -101,7 +101,7 @@ NAMES = sorted([f"{n:03}" for n in range(FILES)] + [f"d{n:02}" for n in range(FO
 @pytest.fixture(scope="module")
 def server() -> Iterator[FlatS3]:
     with FlatS3(is_ordered=False, page=PAGE) as server:
-        for top in ("large", "moved"):
+        for top in ("large", "streamed", "moved", "changed"):
             for number in range(FILES):
                 server.put(f"{top}/{number:03}", str(number).encode())
             for number in range(FOLDERS):
@@ -110,9 +110,9 @@ def server() -> Iterator[FlatS3]:
         yield server
 
 
-@pytest.fixture
-def mount(server: FlatS3, mounter: Mounter) -> Mount:
-    return mounter(WRITABLE, endpoint_url=server.endpoint_url)
+@pytest.fixture(scope="module")
+def mount(server: FlatS3, module_mounter: Mounter) -> Mount:
+    return module_mounter(WRITABLE, endpoint_url=server.endpoint_url)
 
 
 @states(
@@ -139,7 +139,7 @@ def test_a_folder_is_listed_whole(mount: Mount, server: FlatS3) -> None:
 
 
 def test_a_place_in_a_stream_is_found_again(mount: Mount) -> None:
-    with DirectoryStream(mount.path / "large") as stream:
+    with DirectoryStream(mount.path / "streamed") as stream:
         before = [stream.read() for _ in range(85)]
         position = stream.tell()
         rest = stream.names()
@@ -159,7 +159,7 @@ def test_a_folder_is_renamed_with_all_that_it_has(mount: Mount, server: FlatS3) 
 
 def test_what_is_made_and_removed_is_shown_at_once(mount: Mount) -> None:
     """Also where the listing that later pages come from is older."""
-    path = mount.path / "large"
+    path = mount.path / "changed"
     assert os.listdir(path) == NAMES
     (path / "0005").write_bytes(b"new")
     (path / "125").unlink()
