@@ -52,26 +52,24 @@ def reading(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     [
         pytest.param(["fusermount3", "-u"], id="fusermount3"),
         pytest.param(["umount"], id="umount"),
-        pytest.param([str(FUSEFS), "umount"], id="fusefs umount"),
-        pytest.param([str(FUSEFS), "umount", "--force"], id="fusefs umount --force"),
-        pytest.param([str(FUSEFS), "umount", "--lazy"], id="fusefs umount --lazy"),
+        pytest.param(["fusefs", "umount"], id="fusefs umount"),
+        pytest.param(["fusefs", "umount", "--force"], id="fusefs umount --force"),
+        pytest.param(["fusefs", "umount", "--lazy"], id="fusefs umount --lazy"),
     ],
 )
 def test_an_unmounted_mount_leaves_nothing(
     bucket: Bucket, mounter: Mounter, end: list[str]
 ) -> None:
-    bucket.put("a", b"x" * 1000)
-    one = mounter()
+    prefix = "ü, \n'\"#%20+=&日/"  # of any characters
+    bucket.put(prefix + "a", b"x" * 1000)
+    one = mounter(prefix=prefix)
     pid = one.pid
     assert (one.path / "a").read_bytes() == b"x" * 1000
-    subprocess.run([*end, str(one.path)], check=True, timeout=LIMIT_S)
+    if end[0] == "fusefs":
+        fusefs(*end[1:], one.path)
+    else:
+        subprocess.run([*end, one.path], check=True, timeout=LIMIT_S)
     until(lambda: nothing_is_left(one, pid), "nothing is left")
-
-
-def test_a_prefix_of_any_characters_is_mounted(bucket: Bucket, mounter: Mounter) -> None:
-    prefix = "ü, \n'\"#%20+=&日/"
-    bucket.put(prefix + "a", b"x")
-    assert (mounter(prefix=prefix).path / "a").read_bytes() == b"x"
 
 
 def test_a_mount_in_use_is_not_unmounted(bucket: Bucket, mounter: Mounter) -> None:
@@ -107,17 +105,6 @@ def test_a_signal_detaches_a_mount_that_is_in_use(
     assert "Traceback" not in one.log.read_text()
 
 
-def test_force_ends_a_stopped_daemon_and_its_reader(bucket: Bucket, mounter: Mounter) -> None:
-    bucket.put("a", b"x" * MIB)
-    one = mounter()
-    pid = one.pid
-    os.kill(pid, signal.SIGSTOP)
-    with reading(one.path / "a") as process:
-        one.force()
-        assert process.wait(LIMIT_S) != 0
-    until(lambda: nothing_is_left(one, pid), "nothing is left")
-
-
 @pytest.mark.root
 def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
     bucket: Bucket, behind: Mounter, faulty: FaultyS3
@@ -146,16 +133,21 @@ def test_where_the_kernel_s_control_files_are_mounted_they_are_used(
         os.listdir(one.path)
 
 
-def test_force_ends_a_mount_whose_bucket_does_not_answer(
-    bucket: Bucket, behind: Mounter, faulty: FaultyS3
+@pytest.mark.parametrize("silent", ["daemon", "bucket"])
+def test_force_ends_a_mount_and_its_reader_whoever_does_not_answer(
+    bucket: Bucket, behind: Mounter, faulty: FaultyS3, silent: str
 ) -> None:
     bucket.put("a", b"x" * MIB)
     one = behind()
     pid = one.pid
     os.listdir(one.path)
-    faulty.add(stall=True)
+    if silent == "daemon":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        faulty.add(stall=True)
     with reading(one.path / "a") as process:
-        until(lambda: one.status()["requests"]["waiting"], "a request waits")
+        if silent == "bucket":
+            until(lambda: one.status()["requests"]["waiting"], "a request waits")
         one.force()
         assert process.wait(LIMIT_S) != 0
     until(lambda: nothing_is_left(one, pid), "nothing is left")
