@@ -7,7 +7,7 @@ from typing import Any
 
 import trio
 
-from fusefs.store.interface import ObjectInfo, ObjectVersion
+from fusefs.store.interface import LARGE, ObjectInfo, ObjectVersion
 from fusefs.store.s3.settings import S3Settings
 from fusefs.store.s3.store import S3Store, open_store
 from tests.support.servers.buckets import Bucket
@@ -61,6 +61,14 @@ class Collector:
 
     def close(self) -> None:
         os.close(self.file)
+
+
+async def read_body(store: S3Store) -> None:
+    """Check the store, and download the object `body`: its beginning, and all of it."""
+    await store.check("")
+    info = await store.head("body")
+    assert await download(store, info, 0, LARGE) == BODY[:LARGE]
+    assert await download(store, info) == BODY
 
 
 async def download(

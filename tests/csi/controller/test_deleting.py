@@ -205,23 +205,22 @@ def test_many_objects_are_deleted_page_by_page(
     assert len(faulty.requests("GET")) == 1 + 8
 
 
-def test_uploads_that_cannot_be_listed_do_not_keep_a_volume(
-    driver: Driver, bucket: Bucket, faulty: FaultyS3
+LOST = {"times": 1, "lose_answer": True}
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [
+        *((one, LOST) for one in ("GET", "LIST", "DELETE MANY", "UPLOADS", "DELETE")),
+        ("UPLOADS", {"code": "AccessDenied"}),
+    ],
+)
+def test_a_deletion_goes_on_where_an_answer_was_lost_or_uploads_cannot_be_listed(
+    driver: Driver, bucket: Bucket, faulty: FaultyS3, operation: str, fault: dict[str, Any]
 ) -> None:
     volume = create(driver, bucket.name, store="faulty", onDelete="delete")
     bucket.put(f"{NAME}/data", b"")
-    faulty.add("UPLOADS", code="AccessDenied")
-    delete(driver, volume.volume_id)
-    assert set(keys(bucket)) == set()
-
-
-@pytest.mark.parametrize("operation", ["GET", "LIST", "DELETE MANY", "UPLOADS", "DELETE"])
-def test_a_deletion_goes_on_where_an_answer_was_lost(
-    driver: Driver, bucket: Bucket, faulty: FaultyS3, operation: str
-) -> None:
-    volume = create(driver, bucket.name, store="faulty", onDelete="delete")
-    bucket.put(f"{NAME}/data", b"")
-    faulty.add(operation, times=1, lose_answer=True)
+    faulty.add(operation, **fault)
     delete(driver, volume.volume_id)
     assert set(keys(bucket)) == set()
 

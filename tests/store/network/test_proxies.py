@@ -9,7 +9,6 @@ from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http.proxies import choose, shown
-from fusefs.store.interface import LARGE
 from fusefs.store.s3.access import Access
 from fusefs.store.s3.settings import S3Settings
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
@@ -20,7 +19,7 @@ from tests.support.servers.forward_proxy import ForwardProxy, forward_proxy
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 from tests.support.servers.tls import TlsDoor
 from tests.support.servers.tls import secure as secure
-from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import opened, read_body
 
 PROXY = "http://proxy.example.org:3128"
 # No process listens there.
@@ -113,12 +112,8 @@ def test_a_proxy_that_nothing_can_use_is_refused_without_its_password(proxy: str
 
 async def read_all(shared: Bucket, faulty: FaultyS3, secure: TlsDoor | None) -> dict[str, int]:
     """Read an object in parts and whole; return the store's counters."""
-    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)} if secure else {}
-    async with opened(shared, faulty, **settings) as store:
-        await store.check("")
-        info = await store.head("body")
-        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
-        assert await download(store, info) == BODY
+    async with opened(shared, faulty, **(secure.settings if secure else {})) as store:
+        await read_body(store)
         return store.counters()
 
 
@@ -177,9 +172,8 @@ async def test_a_password_that_the_proxy_refuses_is_the_reason_and_is_not_tried_
     is_secure: bool,
 ) -> None:
     with forward_proxy(password="user:right") as proxy:
-        settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
         monkeypatch.setenv("ALL_PROXY", proxy.url.replace("//", "//user:wrong@"))
-        async with opened(shared, faulty, **(settings if is_secure else {})) as store:
+        async with opened(shared, faulty, **(secure.settings if is_secure else {})) as store:
             with pytest.raises(StoreError, match="proxy wants a user and a password") as raised:
                 await store.check("")
             assert store.counters()["retries"] == 0

@@ -13,7 +13,6 @@ from csi.identities.keys import AccessKeys
 from csi.volume.stores import StoreSettings as CsiStore
 from fusefs.store.errors import StoreError
 from fusefs.store.http import trust
-from fusefs.store.interface import LARGE
 from tests.support.machine.surroundings import of_no_machine as of_no_machine
 from tests.support.semantics import states
 from tests.support.servers.buckets import Bucket
@@ -21,7 +20,7 @@ from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import ACCESS_KEY, REGION, SECRET_KEY
 from tests.support.servers.tls import TlsDoor, tls_door
 from tests.support.servers.tls import secure as secure
-from tests.support.store_reading import BODY, download, opened
+from tests.support.store_reading import opened, read_body
 
 CA = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 OTHER = CA.replace("AAAA", "BBBB")
@@ -38,11 +37,8 @@ def own_authority(shared: Bucket, tmp_path_factory: pytest.TempPathFactory) -> I
 async def test_a_certificate_that_is_its_own_authority_serves_all_reads(
     shared: Bucket, faulty: FaultyS3, own_authority: TlsDoor
 ) -> None:
-    settings = {"endpoint_url": own_authority.url, "ca_bundle": str(own_authority.authority)}
-    async with opened(shared, faulty, **settings) as store:
-        info = await store.head("body")
-        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
-        assert await download(store, info) == BODY
+    async with opened(shared, faulty, **own_authority.settings) as store:
+        await read_body(store)
         assert store.counters()["retries"] == 0
 
 
@@ -69,10 +65,7 @@ async def test_an_authority_of_the_system_is_trusted_for_all_requests(
     else:
         monkeypatch.setattr(trust, "SYSTEM_FILES", (str(installed / "ours.crt"),))
     async with opened(shared, faulty, endpoint_url=secure.url) as store:
-        await store.check("")
-        info = await store.head("body")
-        assert await download(store, info, 0, LARGE) == BODY[:LARGE]
-        assert await download(store, info) == BODY
+        await read_body(store)
 
 
 async def _refusal(shared: Bucket, faulty: FaultyS3, **settings: Any) -> str:
@@ -101,8 +94,8 @@ async def test_a_certificate_for_another_name_is_refused(
     shared: Bucket, faulty: FaultyS3, tmp_path: Path
 ) -> None:
     with tls_door(shared.server.endpoint_url, tmp_path, name="DNS:s3.example.org") as door:
-        settings = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
-        assert "its certificate is for another name" in await _refusal(shared, faulty, **settings)
+        sentence = await _refusal(shared, faulty, **door.settings)
+        assert "its certificate is for another name" in sentence
 
 
 async def test_a_server_without_tls_is_named_as_such(shared: Bucket, faulty: FaultyS3) -> None:

@@ -77,8 +77,7 @@ async def test_a_slow_get_is_sent_again_and_the_first_answer_counts(
 
 async def test_through_tls_as_well(shared: Bucket, faulty: FaultyS3, tmp_path: Path) -> None:
     with tls_door(faulty.endpoint_url, tmp_path) as door:
-        settings: dict[str, Any] = {"endpoint_url": door.url, "ca_bundle": str(door.authority)}
-        async with impatient(shared, faulty, **settings) as store:
+        async with impatient(shared, faulty, **door.settings) as store:
             hold = faulty.hold("GET", "body", 0.0)
             assert await read(store) == BODY[:LARGE]
             assert store.counters()["hedged_won"] == 1

@@ -21,8 +21,7 @@ from tests.support.store_reading import BODY, ODD_KEY, Collector, download, open
 async def test_any_range_arrives_as_it_is(
     shared: Bucket, secure: TlsDoor, faulty: FaultyS3, key: str, is_secure: bool
 ) -> None:
-    settings = {"endpoint_url": secure.url, "ca_bundle": str(secure.authority)}
-    async with opened(shared, faulty, **(settings if is_secure else {})) as store:
+    async with opened(shared, faulty, **(secure.settings if is_secure else {})) as store:
         info = await store.head(key)
         for start, stop in ((0, len(BODY)), (1, len(BODY) - 1), (len(BODY) // 2, len(BODY))):
             got = await download(store, info, start, stop)

@@ -24,6 +24,11 @@ class TlsDoor:
     url: str
     authority: Path
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """Settings of a store behind it."""
+        return {"endpoint_url": self.url, "ca_bundle": str(self.authority)}
+
 
 @contextlib.contextmanager
 def tls_door(

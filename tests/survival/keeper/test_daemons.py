@@ -8,6 +8,8 @@ import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from fusefs.keeper.protocol import FRESH
 from tests.support.machine.ordinary_user import NOBODY
 from tests.support.survival.keeping import (
@@ -62,28 +64,24 @@ def test_a_daemon_that_hangs_tells_where_and_is_replaced(kept: Kept) -> None:
     assert (kept.mountpoint / "plain").read_bytes() == b"plain content"
 
 
-def test_daemons_that_die_one_after_the_other_end_the_mount_with_an_error(kept: Kept) -> None:
+@pytest.mark.parametrize(
+    ("next_ones", "limits", "why"),
+    [("exit", {}, "10 daemons in a row"), ("hang", {"max_pause_s": 1}, "")],
+    ids=["die", "hang"],
+)
+def test_daemons_that_die_or_hang_one_after_the_other_end_the_mount_with_an_error(
+    kept: Kept, next_ones: str, limits: dict[str, int], why: str
+) -> None:
     kept.policy = {"LONGEST_DELAY_S": 0.1}
-    kept.start({"take_over": "exit"})
+    kept.start({"take_over": next_ones}, **limits)
     with blocked_reader(kept) as reader:
         kept.kill_daemon()
         _, complaint = reader.communicate(timeout=LIMIT_S)
         assert complaint
     assert kept.wait() == 1
-    assert "10 daemons in a row" in kept.log_text()
+    assert why in kept.log_text()
     assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
     assert kept.connection_now() is not None
-    until(lambda: kept.processes() == [])
-
-
-def test_a_pause_ends_with_an_error_for_who_waits(kept: Kept) -> None:
-    kept.start({"take_over": "hang"}, max_pause_s=1)
-    with blocked_reader(kept) as reader:
-        kept.kill_daemon()
-        _, complaint = reader.communicate(timeout=LIMIT_S)
-        assert complaint
-    assert kept.wait() == 1
-    assert error_of(kept.mountpoint / "plain") == errno.ENOTCONN
     until(lambda: kept.processes() == [])
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -71,9 +72,12 @@ def test_a_daemon_that_goes_for_no_reason_is_replaced(kept: Kept) -> None:
     assert kept.served_by_another_than(old)["last_reason"] == "exited with 0"
 
 
-def test_unmounting_ends_everything(kept: Kept) -> None:
+@pytest.mark.parametrize("end", [Kept.umount, Kept.abort], ids=["unmounted", "aborted"])
+def test_a_mount_that_is_unmounted_or_aborted_is_over(
+    kept: Kept, end: Callable[[Kept], None]
+) -> None:
     kept.start()
-    kept.umount()
+    end(kept)
     assert kept.wait() == 0
     until(lambda: kept.processes() == [])
     assert not kept.control.exists()
@@ -86,14 +90,6 @@ def test_a_mount_in_use_ends_with_errors_when_its_daemon_has_left(kept: Kept) ->
         assert reader.communicate(timeout=LIMIT_S)[1]
     assert kept.wait() == 0
     assert kept.connection_now() is None
-    until(lambda: kept.processes() == [])
-
-
-def test_a_mount_that_is_aborted_is_over(kept: Kept) -> None:
-    kept.start()
-    assert kept.connection is not None
-    kept.abort()
-    assert kept.wait() == 0
     until(lambda: kept.processes() == [])
 
 

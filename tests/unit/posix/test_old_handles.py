@@ -3,7 +3,6 @@
 import errno
 import os
 import stat
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ CHANGED = {"mode": str(stat.S_IFREG | 0o600), "uid": "7", "gid": "8", "mtime": "
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    mount = MortalMount(tmp_path)
+def mount(mount: MortalMount) -> MortalMount:
     mount.store.put("file", b"content", mode=str(stat.S_IFREG | 0o640), note="kept")
     return mount
 

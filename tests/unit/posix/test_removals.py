@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import trio
@@ -26,12 +25,11 @@ NAMES = [f"{number:02}" for number in range(COUNT)]
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    made = MortalMount(tmp_path)
-    made.store.put("a/")
+def mount(mount: MortalMount) -> MortalMount:
+    mount.store.put("a/")
     for name in NAMES:
-        made.store.put(f"a/{name}", name.encode())
-    return made
+        mount.store.put(f"a/{name}", name.encode())
+    return mount
 
 
 async def remove(process: Process, names: Iterable[str] = NAMES) -> None:

@@ -75,15 +75,6 @@ class Holders:
         await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_a_demand_goes_before_a_prefetch_that_waits_longer(nursery: trio.Nursery) -> None:
-    holders = Holders(ConnectionBudget(1, nursery), nursery)
-    await holders.start("running", demand)
-    await holders.start("prefetch", prefetch)
-    await holders.start("demand", demand)
-    await holders.end("running")
-    assert holders.holding == ["demand"]
-
-
 async def test_a_prefetch_that_a_reader_has_joined_goes_as_a_demand(nursery: trio.Nursery) -> None:
     priority = Priority.PREFETCH
     budget = ConnectionBudget(1, nursery)

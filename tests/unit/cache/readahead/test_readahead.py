@@ -304,18 +304,6 @@ def shards(count: int) -> list[ObjectInfo]:
     return [ObjectInfo(f"d/{number:03}.tar", 128 * MIB, '"1"', 0) for number in range(count)]
 
 
-async def test_the_next_shard_is_begun_before_it_is_opened(parts: Parts) -> None:
-    files = shards(5)
-    next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-    next_files.go_on("d/", files[1], 2 * PART + 5)
-    await parts.quiet()
-    assert sorted(parts.bucket.requested) == [
-        (files[2].key, 0, PART),
-        (files[2].key, PART, 2 * PART),
-    ]
-    next_files.close()
-
-
 async def test_little_is_fetched_of_the_next_file_before_a_guess_was_right(parts: Parts) -> None:
     files = shards(5)
     small = [ObjectInfo(info.key, 60 * MIB, info.etag, 0) for info in files]
@@ -364,11 +352,11 @@ async def test_wrong_guesses_of_the_next_shard_end_the_guessing(parts: Parts) ->
     next_files.close()
 
 
-async def test_a_shard_that_was_begun_is_fetched_on_as_its_reader_comes_near(parts: Parts) -> None:
+async def test_the_next_shard_is_begun_before_it_is_opened_and_fetched_on(parts: Parts) -> None:
     files = shards(5)
     next_files = NextFiles(parts.downloader, parts.cache, OneFolder(files))
-    for count in (1, 1, 2):
-        next_files.go_on("d/", files[1], count * PART)
+    for ahead in (PART, PART, 2 * PART + 5):
+        next_files.go_on("d/", files[1], ahead)
         await parts.quiet()
     assert sorted(parts.bucket.requested) == [
         (files[2].key, 0, PART),

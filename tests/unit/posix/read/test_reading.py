@@ -148,8 +148,7 @@ THERE = bytes(range(256)) * 64
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    mount = MortalMount(tmp_path)
+def mount(mount: MortalMount) -> MortalMount:
     mount.store.put("file", THERE)
     return mount
 

@@ -10,7 +10,6 @@ import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import trio
@@ -23,8 +22,7 @@ from tests.support.survival.mortal_mount import DiedError, MortalMount, Process
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    mount = MortalMount(tmp_path)
+def mount(mount: MortalMount) -> MortalMount:
     mount.store.put("a/")
     for name in "xyz":
         mount.store.put(f"a/{name}", name.encode())

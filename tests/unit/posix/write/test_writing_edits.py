@@ -25,8 +25,7 @@ THEIRS = b"theirs"
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> MortalMount:
-    mount = MortalMount(tmp_path)
+def mount(mount: MortalMount) -> MortalMount:
     mount.store.put("file", CONTENT)
     return mount
 
