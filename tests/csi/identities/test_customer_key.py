@@ -12,7 +12,7 @@ import pytest
 from tests.support.csi.node import SECRETS, Node, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.publishing import refused
-from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import S3Server
 from tests.support.waiting import until
@@ -32,12 +32,10 @@ def running(s3: S3Server, faulty: FaultyS3) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def data(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
+def data(shared: Bucket) -> Bucket:
     for name in ("first", "second"):
-        body = name.encode() * 1000
-        bucket.client.put_object(Bucket=bucket.name, Key=name, Body=body, **ENCRYPTED)
-    return bucket
+        shared.put(name, name.encode() * 1000, **ENCRYPTED)
+    return shared
 
 
 def key_file(node: Node) -> Path:
@@ -62,7 +60,9 @@ def test_the_key_of_a_secret_encrypts_and_reads(node: Node, data: Bucket, faulty
     node.unpublish("sse", target)
 
 
-def test_the_key_is_in_one_file_for_its_daemon_alone(node: Node, data: Bucket) -> None:
+def test_the_key_is_in_one_file_for_its_daemon_alone_and_stays_while_it_runs(
+    node: Node, data: Bucket
+) -> None:
     target = node.target("pod")
     node.publish("sse", target, secrets=WITH_KEY, bucket=data.name)
     assert (target / "first").read_bytes()
@@ -74,6 +74,10 @@ def test_the_key_is_in_one_file_for_its_daemon_alone(node: Node, data: Bucket) -
     # The log is at the level debug, with all requests.
     assert node.holders_of(TEXT.encode()) == [path]
     assert node.holders_of(RAW) == []
+    for secrets in ({**SECRETS, "customer_key": OTHER_TEXT}, SECRETS):
+        node.publish("sse", target, secrets=secrets, bucket=data.name)
+        assert key_file(node).read_text() == TEXT
+    assert (target / "second").read_bytes() == b"second" * 1000
     node.unpublish("sse", target)
     assert not path.exists()
 
@@ -94,16 +98,6 @@ def test_those_without_the_key_have_another_mount_and_cache(
     assert len({one["settings"]["cache_dir"] for one in node.records()}) == 3
     for target in targets:
         node.unpublish("sse", target)
-
-
-def test_a_running_mount_keeps_its_key(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("sse", target, secrets=WITH_KEY, bucket=data.name)
-    for secrets in ({**SECRETS, "customer_key": OTHER_TEXT}, SECRETS):
-        node.publish("sse", target, secrets=secrets, bucket=data.name)
-        assert key_file(node).read_text() == TEXT
-    assert (target / "second").read_bytes() == b"second" * 1000
-    node.unpublish("sse", target)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.csi.node import Node, code_of, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.publishing import POD, tokens
 from tests.support.csi.rights import allow, retire
-from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.fake_sts import AUDIENCE, FakeSts, token_for
 from tests.support.servers.faulty_s3 import FaultyS3
 from tests.support.servers.s3_server import SECRET_KEY, S3Server
@@ -31,23 +31,21 @@ def sts(s3: S3Server) -> Iterator[FakeSts]:
 
 @pytest.fixture(scope="module")
 def running(s3: S3Server, sts: FakeSts, faulty: FaultyS3) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url, door=sts.endpoint_url) as node:
+    with running_node(main=s3.endpoint_url, door=sts.endpoint_url, is_started=False) as node:
         node.stores.write_text(
             f'{node.stores.read_text()}sts-url = "{sts.endpoint_url}"\naudience = "{AUDIENCE}"\n'
             f'[stores.away]\nendpoint-url = "{s3.endpoint_url}"\n'
             f'sts-url = "{faulty.endpoint_url}"\naudience = "{AUDIENCE}"\n'
         )
-        node.kill()
         node.start()
         yield node
 
 
 @pytest.fixture(scope="module")
-def data(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
-    bucket.put("a/hello", b"hello")
-    bucket.put("b/hello", b"secret of b")
-    return bucket
+def data(shared: Bucket) -> Bucket:
+    shared.put("a/hello", b"hello")
+    shared.put("b/hello", b"secret of b")
+    return shared
 
 
 def with_role(data: Bucket) -> dict[str, str]:
@@ -214,17 +212,13 @@ def things_of(node: Node, uid: int) -> list[str]:
     ]
 
 
-def test_secrets_are_nowhere_but_in_their_file(node: Node, data: Bucket) -> None:
-    target = node.target("pod")
-    node.publish("secret", target, bucket=data.name)
-    [file] = node.holders_of(SECRET_KEY.encode())
-    assert file.is_relative_to(node.state / "credentials")
-    node.unpublish("secret", target)
-
-
-def test_a_daemon_is_a_user_of_its_identitys_own(node: Node, data: Bucket) -> None:
+def test_a_daemon_is_a_user_of_its_identitys_own_and_no_other_file_has_its_keys(
+    node: Node, data: Bucket
+) -> None:
     first, second = node.target("pod-1"), node.target("pod-2")
     node.publish("keys", first, bucket=data.name)
+    [file] = node.holders_of(SECRET_KEY.encode())
+    assert file.is_relative_to(node.state / "credentials")
     node.publish("driver", second, secrets={}, bucket=data.name)
     uids = {uid_of(pid) for pid in node.daemons()}
     assert len(uids) == 2

@@ -33,12 +33,11 @@ def running(s3: S3Server, issuer: Issuer) -> Iterator[Node]:
     with (
         tempfile.TemporaryDirectory() as directory,
         sts_gateway(s3, issuer, "team:trainer", Path(directory)) as url,
-        running_node(door=url) as node,
+        running_node(door=url, is_started=False) as node,
     ):
         node.stores.write_text(
             node.stores.read_text() + f'sts-url = "{url}"\naudience = "{AUDIENCE}"\n'
         )
-        node.kill()
         node.start()
         yield node
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.csi.node import START, Node, running_node
 from tests.support.csi.node import node as node
 from tests.support.csi.rights import allow, retire
-from tests.support.servers.buckets import Bucket, new_bucket
+from tests.support.servers.buckets import Bucket
 from tests.support.servers.s3_server import S3Server
 from tests.support.waiting import until
 
@@ -21,19 +21,17 @@ DATA = os.urandom(1 << 20)
 
 @pytest.fixture(scope="module")
 def running(s3: S3Server) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url) as node:
+    with running_node(main=s3.endpoint_url, is_started=False) as node:
         node.command = [*node.command[:-1], SHORTENED]
-        node.kill()
         node.start()
         yield node
 
 
 @pytest.fixture(scope="module")
-def data(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
-    bucket.put("a/hello", DATA)
-    bucket.put("elsewhere/hello", b"")
-    return bucket
+def data(shared: Bucket) -> Bucket:
+    shared.put("a/hello", DATA)
+    shared.put("elsewhere/hello", b"")
+    return shared
 
 
 class Team:

@@ -247,8 +247,7 @@ def test_a_second_group_is_refused_where_the_node_cannot_show_it(
     s3: S3Server, data: Bucket, tmp_path: Path, lacking: str
 ) -> None:
     """Before Linux 6.12, and where there are no user namespaces."""
-    with running_node(main=s3.endpoint_url) as node:
-        node.kill()
+    with running_node(main=s3.endpoint_url, is_started=False) as node:
         if lacking == "Invalid argument":
             node.environment["PYTHONPATH"] += f":{OLD_KERNEL['PYTHONPATH']}"
         else:

@@ -62,10 +62,11 @@ def test_each_volume_is_listed_with_its_pod_claim_and_identity(node: Node, share
     assert row["identity"] == f"access key {ACCESS_KEY}"
     assert (row["state"], row["pending_files"], row["target"]) == ("ok", 0, str(target))
     assert row["cache_bytes"] >= len(b"hello")
-    headings, line = listed(node).splitlines()
+    text = listed(node)
+    headings, line = text.splitlines()
     assert headings.split()[:2] == ["POD", "CLAIM"]
     assert line.split()[:3] == ["team/trainer-0", "data", "volume"]
-    assert "secret" not in listed(node).lower()
+    assert "secret" not in text.lower()
     node.unpublish("volume", target)
     until(lambda: listed(node) == "no volumes\n", "the volume's end")
 

@@ -21,7 +21,7 @@ from hypothesis.strategies import sampled_from
 from tests.support.csi.daemons import DaemonsProcess
 from tests.support.csi.node import Node, capability, until_final
 from tests.support.csi.rights import allow, reboot, retire
-from tests.support.servers.buckets import Bucket, keys, new_bucket
+from tests.support.servers.buckets import Bucket, keys
 from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import PATIENCE_S, in_storms
 from tests.support.waiting import until
@@ -33,11 +33,10 @@ FLAGS = ("--daemons=there",)
 
 
 @pytest.fixture(scope="module")
-def data(s3: S3Server) -> Bucket:
-    bucket = new_bucket(s3)
+def data(shared: Bucket) -> Bucket:
     for name in IDENTITIES:
-        bucket.put(f"{name}/hello", f"of {name}".encode())
-    return bucket
+        shared.put(f"{name}/hello", f"of {name}".encode())
+    return shared
 
 
 class NodeModel(RuleBasedStateMachine):

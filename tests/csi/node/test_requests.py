@@ -41,8 +41,8 @@ def proxy() -> Iterator[ForwardProxy]:
 
 @pytest.fixture(scope="module")
 def running(s3: S3Server, faulty: FaultyS3, proxy: ForwardProxy) -> Iterator[Node]:
-    with running_node(main=s3.endpoint_url, faulty=faulty.endpoint_url) as node:
-        node.kill()
+    stores = {"main": s3.endpoint_url, "faulty": faulty.endpoint_url}
+    with running_node(is_started=False, **stores) as node:
         node.environment["HTTPS_PROXY"] = proxy.url
         node.start()
         yield node

@@ -266,17 +266,19 @@ def test_a_pod_that_waits_for_its_part_keeps_no_other_from_starting(
     until_final(node.unpublish, "two", waiting)
 
 
-@pytest.mark.parametrize("name", ["notebook", "", "train-3\nforged", "x" * 100_000])
 def test_a_pod_without_a_number_starts_and_has_nothing_fetched(
-    node: Node, volume: dict[str, str], faulty: FaultyS3, name: str
+    node: Node, volume: dict[str, str], faulty: FaultyS3
 ) -> None:
-    target = node.target("pod")
     attributes = {"warm": "set", "warmShards": "2", "warmBeforePublish": "true", **volume}
-    node.publish("whole", target, **attributes, **{POD_NAME: name})
-    assert fetched(faulty) == set()
-    assert "no part is fetched" in node.log.read_text()
+    names = ("notebook", "", "train-3\nforged", "x" * 100_000)
+    targets = [node.target(f"pod-{number}") for number in range(len(names))]
+    for count, (target, name) in enumerate(zip(targets, names, strict=True), 1):
+        node.publish("whole", target, **attributes, **{POD_NAME: name})
+        assert fetched(faulty) == set()
+        assert node.log.read_text().count("no part is fetched") == count
     assert "\nforged" not in node.log.read_text()
-    node.unpublish("whole", target)
+    for target in targets:
+        node.unpublish("whole", target)
 
 
 def test_without_waiting_a_pod_starts_at_once_and_its_volume_is_warmed(

@@ -285,10 +285,12 @@ class Node:
 
 
 @contextlib.contextmanager
-def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator[Node]:
+def running_node(
+    *options: str, serves: str = "node", is_started: bool = True, **stores: str
+) -> Iterator[Node]:
     """A node whose driver runs, gone at the end whatever happened. `stores` are URLs by name.
 
-    Skips where mounting is not possible.
+    The caller starts a driver that is not started. Skips where mounting is not possible.
     """
     skip_without_fuse()
     if os.geteuid() != 0:
@@ -300,7 +302,8 @@ def running_node(*options: str, serves: str = "node", **stores: str) -> Iterator
         with runnable_by_all() as (command, environment):
             node = Node(directory, stores, [command[0], "-c", START], environment, serves)
             try:
-                node.start(*options)
+                if is_started:
+                    node.start(*options)
                 yield node
             finally:
                 node.clean_up()
