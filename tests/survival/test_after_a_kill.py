@@ -59,48 +59,60 @@ def test_an_open_file_goes_on_with_its_version(
     "Bytes that arrived within the last seconds before the daemon died may have to be downloaded"
     " again; if the object was replaced meanwhile, reading them is ESTALE."
 )
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_what_was_not_on_record_is_read_again_or_stale(
-    mounter: Mounter, bucket: Bucket, *, is_replaced: bool
-) -> None:
-    bucket.put("file", stamped(1, LARGE))
+def test_what_was_not_on_record_is_read_again_or_stale(mounter: Mounter, bucket: Bucket) -> None:
+    for name in ("same", "replaced"):
+        bucket.put(name, stamped(1, LARGE))
     options = ("--session", "kernel", "--passthrough", "off", "--metadata-ttl", "0s")
     mount = mounter(*options)
-    with (mount.path / "file").open("rb", buffering=0) as file:
+    with (
+        (mount.path / "same").open("rb", buffering=0) as same,
+        (mount.path / "replaced").open("rb", buffering=0) as replaced,
+    ):
         replace_daemon(mount)
-        assert os.pread(file.fileno(), LARGE, 0) == stamped(1, LARGE)
-        if is_replaced:
-            bucket.put("file", stamped(2, LARGE))
+        for file in (same, replaced):
+            assert os.pread(file.fileno(), LARGE, 0) == stamped(1, LARGE)
+        bucket.put("replaced", stamped(2, LARGE))
         replace_daemon(mount)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = read_or_stale(file.fileno(), LARGE, 0)
-        assert found == stamped(1, LARGE) or (is_replaced and found is None)
+        for file in (same, replaced):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert read_or_stale(same.fileno(), LARGE, 0) == stamped(1, LARGE)
+        assert read_or_stale(replaced.fileno(), LARGE, 0) in (stamped(1, LARGE), None)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_an_open_directory_goes_on_where_it_was(mounter: Mounter, share: float) -> None:
+def test_an_open_directory_goes_on_where_it_was(mounter: Mounter) -> None:
     names = [f"object-{number:05d}" for number in range(5000)]
-    with ListingServer(f"d/{name}" for name in names) as server:
+    reads = {"begun": 1, "halfway": 2501}
+    with (
+        ListingServer(f"{folder}/{name}" for folder in reads for name in names) as server,
+        contextlib.ExitStack() as stack,
+    ):
         mount = mounter("--session", "kernel", "--anonymous", endpoint_url=server.endpoint_url)
-        with DirectoryStream(mount.path / "d") as stream:
-            found = [stream.read() for _ in range(1 + int(share * len(names)))]
-            replace_daemon(mount)
-            # What came or went before and behind the place moves nothing else.
-            server.add("d/object-00000-new", "d/object-04998-new")
-            shown = [entry[0] for entry in found if entry is not None] + stream.names()
-    assert len(set(shown)) == len(shown)
-    assert set(shown) - {"object-00000-new", "object-04998-new"} == {".", "..", *names}
+        streams = [stack.enter_context(DirectoryStream(mount.path / folder)) for folder in reads]
+        found = [
+            [stream.read() for _ in range(count)]
+            for stream, count in zip(streams, reads.values(), strict=True)
+        ]
+        replace_daemon(mount)
+        # What came or went before and behind the place moves nothing else.
+        new = ("object-00000-new", "object-04998-new")
+        server.add(*(f"{folder}/{name}" for folder in reads for name in new))
+        for stream, before in zip(streams, found, strict=True):
+            shown = [entry[0] for entry in before if entry is not None] + stream.names()
+            assert len(set(shown)) == len(shown)
+            assert set(shown) - {*new} == {".", "..", *names}
 
 
-@pytest.mark.parametrize("mark", [b"\xff\x00garbage", b"fusefs cache 99\n"])
 def test_a_damaged_mark_of_the_cache_directory_ends_no_mount(
-    mounter: Mounter, bucket: Bucket, mark: bytes
+    mounter: Mounter, bucket: Bucket
 ) -> None:
-    bucket.put("file", b"content")
+    marks = (b"\xff\x00garbage", b"fusefs cache 99\n")
+    for number in range(len(marks)):
+        bucket.put(f"{number}", b"content")
     mount = mounter("--session", "kernel", "--read-only")
-    (mount.cache / "format").write_bytes(mark)
-    replace_daemon(mount)
-    assert (mount.path / "file").read_bytes() == b"content"
+    for number, mark in enumerate(marks):
+        (mount.cache / "format").write_bytes(mark)
+        replace_daemon(mount)
+        assert (mount.path / f"{number}").read_bytes() == b"content"
 
 
 @states("A mount whose cache disk is full goes on under the next daemon as well.")

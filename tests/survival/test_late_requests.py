@@ -112,27 +112,17 @@ class Rows:
     "before they are downloaded again, which begins at once; the log says so."
 )
 @pytest.mark.parametrize("conditions", ["on", "off"])
-def test_late_requests_of_a_killed_daemon(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, conditions: str
+@pytest.mark.parametrize("daemon", ["killed", "alive"])
+def test_late_requests_are_undone(
+    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, daemon: str, conditions: str
 ) -> None:
     mount = late_mount(mounter, faulty, conditions)
-    rows = Rows(mount, bucket, faulty, hangs_up=False)
+    rows = Rows(mount, bucket, faulty, hangs_up=daemon == "alive")
     with ThreadPoolExecutor(len(ROWS)) as pool:
         changes = rows.begin(pool)
-        kill_serving(mount)
+        if daemon == "killed":
+            kill_serving(mount)
         rows.go_on(pool, changes)
-    rows.expect_right(conditions)
-    mount.end()
-
-
-@pytest.mark.parametrize("conditions", ["on", "off"])
-def test_late_requests_of_a_daemon_that_lives(
-    mounter: Mounter, bucket: Bucket, faulty: FaultyS3, conditions: str
-) -> None:
-    mount = late_mount(mounter, faulty, conditions)
-    rows = Rows(mount, bucket, faulty, hangs_up=True)
-    with ThreadPoolExecutor(len(ROWS)) as pool:
-        rows.go_on(pool, rows.begin(pool))
     rows.expect_right(conditions)
     mount.end()
 

@@ -20,7 +20,6 @@ from fusefs.launch import control, registry
 from fusefs.linux import mountinfo
 from tests.support.mounting import Mount
 from tests.support.servers.buckets import Bucket
-from tests.support.servers.s3_server import S3Server
 from tests.support.sharing import mounting
 from tests.support.survival import survival_data as data
 from tests.support.waiting import until
@@ -74,17 +73,16 @@ def replace_daemon(mount: Mount) -> None:
 
 
 @pytest.fixture(scope="module")
-def filled(s3: S3Server) -> Bucket:
+def filled(shared: Bucket) -> Bucket:
     """A bucket with what `survivor.py` expects."""
-    bucket = Bucket(s3, s3.new_bucket(), s3.client())
     small = ((data.small_name(n), data.small(n)) for n in range(data.SMALL_FILES))
     tree = ((data.tree_name(n), b"x" * data.tree_size(n)) for n in range(data.TREE_FILES))
     with ThreadPoolExecutor(16) as pool:
         for number in range(data.LARGE_FILES + 1):
-            bucket.put(data.large_name(number), data.large(number, 0, data.LARGE_SIZE))
-        for _ in pool.map(lambda one: bucket.put(*one), itertools.chain(small, tree)):
+            shared.put(data.large_name(number), data.large(number, 0, data.LARGE_SIZE))
+        for _ in pool.map(lambda one: shared.put(*one), itertools.chain(small, tree)):
             pass
-    return bucket
+    return shared
 
 
 @pytest.fixture
