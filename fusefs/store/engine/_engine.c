@@ -39,15 +39,13 @@
 enum {
     MOST_HEAD = 64 << 10,    /* headers of an answer and of the 1xx answers before it */
     MOST_DOCUMENT = 1 << 20, /* the body of an answer that is not 2xx */
-    /* TLS delivers records of 16 KiB; larger writes make larger folios. */
-    GATHERED = 256 << 10,
+    GATHERED = 256 << 10, /* larger writes than TLS's records (16 KiB) make larger folios */
     FIRST = 64 << 10, /* the beginning is written and reported at this size */
     SENT_AT_ONCE = 256 << 10,
     SUM_BLOCK = 1 << 20, /* as BLOCK in cache/integrity/checksums.py */
     MOST_IDLE_S = 30,    /* older idle connections are not reused: they may be lost */
     CA_CACHED_S = 300,   /* parsed authorities are cached: their file may be replaced */
 };
-#define LONGEST_WAIT_S 60.0
 #define HANDLE "fusefs.store.engine.transfer" /* the name of the capsules that Python has */
 
 /* The CRC32 of the bytes [start, stop) of a file; engine.py unpacks it. */
@@ -79,8 +77,8 @@ struct transfer {
 
     /* The answer. */
     enum phase phase;
-    double submitted, last_moved, window_began;    /* monotonic; the last off the disk */
-    double connected_s, first_byte_s, last_byte_s; /* since `submitted`, 0: not yet */
+    double submitted, last_moved, moved_off_disk, window_began; /* monotonic, two off the disk */
+    double connected_s, first_byte_s, last_byte_s;              /* since `submitted`, 0: not yet */
     int64_t window_moved;                          /* bytes in either direction */
     int head_size, is_checked, is_enough;
     atomic_int status; /* set with the headers; Python may read it at any time */
@@ -220,8 +218,7 @@ static int flush(struct transfer *t) {
 }
 
 static int is_for_file(const struct transfer *t) {
-    int has_file = t->sink_fd >= 0 || t->path != NULL;
-    return has_file && !t->is_head && t->status >= 200 && t->status < 300;
+    return (t->sink_fd >= 0 || t->path != NULL) && !t->is_head && t->status / 100 == 2;
 }
 
 static const char *header(const struct transfer *t, const char *name) {
@@ -306,17 +303,18 @@ static int to_memory(struct transfer *t, const char *data, size_t size) {
 
 /* ---------------------------------------------------------------- libcurl's callbacks */
 
+static double time_off_disk_s(struct transfer *t) { return now_s() - t->worker->on_disk_s; }
+
 static void note_moved(struct transfer *t, size_t size) {
     t->last_moved = now_s();
+    t->moved_off_disk = time_off_disk_s(t);
     t->window_moved += (int64_t)size;
 }
 
-static double time_off_disk_s(struct transfer *t) { return now_s() - t->worker->on_disk_s; }
-
 static void begin_phase(struct transfer *t, enum phase phase) {
     t->phase = phase;
-    t->last_moved = now_s();
-    t->window_began = time_off_disk_s(t);
+    note_moved(t, 0);
+    t->window_began = t->moved_off_disk;
     t->window_moved = 0;
 }
 
@@ -368,8 +366,8 @@ static size_t on_read(char *to, size_t Py_UNUSED(one), size_t room, void *argume
             return CURL_READFUNC_ABORT;
         }
     }
+    t->worker->on_disk_s += now_s() - began;
     note_moved(t, (size_t)count);
-    t->worker->on_disk_s += t->last_moved - began;
     t->body_sent += count;
     if (t->body_sent == t->body_length)
         t->phase = AWAITING;
@@ -528,17 +526,19 @@ static void finish(struct transfer *t) {
 }
 
 /* Returns the error of a transfer that is too slow, or NULL; lowers `*next` to its next deadline.
- * libcurl itself checks the deadlines for connecting and for the whole transfer. Servers are not
- * blamed for the worker's waits for the disk: since `looked_at` libcurl has read each socket. */
+ * libcurl itself checks the deadlines for connecting and for the whole transfer. No server is
+ * blamed for the worker's waits for the disk: libcurl's buffers are moved in the time after it. */
 static const char *lateness(struct transfer *t, double looked_at, double *next) {
     if (t->phase == CONNECTING)
         return NULL;
-    if (looked_at >= t->last_moved + t->silence_s)
+    double off_disk = time_off_disk_s(t), passed_s = off_disk - t->window_began;
+    double left_s = fmax(t->last_moved + t->silence_s - looked_at,
+                         t->moved_off_disk + t->silence_s / 4 - off_disk);
+    if (left_s <= 0)
         return "timeout";
-    *next = fmin(*next, t->last_moved + t->silence_s);
+    *next = fmin(*next, looked_at + left_s);
     if (t->phase == AWAITING || t->least_rate <= 0)
         return NULL;
-    double passed_s = time_off_disk_s(t) - t->window_began;
     if (passed_s >= t->window_s) {
         if ((double)t->window_moved < t->least_rate * passed_s)
             return "low-speed";
@@ -571,7 +571,7 @@ static void begin_queued(struct worker *worker) {
 /* Ends transfers that are over, cancelled or too slow, and tells Python of them. Returns the number
  * of seconds until another may be too slow. */
 static double sweep(struct worker *worker, double looked_at) {
-    double next = looked_at + LONGEST_WAIT_S;
+    double next = looked_at + 60;
     int is_stopping = atomic_load(&worker->is_stopping), has_ended = 0;
     struct transfer **link = &worker->active, *t;
     while ((t = *link) != NULL) {
