@@ -55,6 +55,9 @@ class StoreError(Exception):
     def __str__(self) -> str:
         return self.sentence
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.sentence!r})"  # a copy has no `args`
+
     @property
     def in_full(self) -> str:
         """The sentence, followed by S3's status, code and request id."""
