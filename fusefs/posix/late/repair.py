@@ -54,38 +54,43 @@ class Repairer:
         self._store = store
         self._uncertain_keys: UncertainKeys = store.uncertain_keys
         self._changed = changed
+        self._busy: set[UncertainKey] = set()
+        # The times before which keys are not checked again, because their HEADs failed.
+        self._failed: dict[UncertainKey, float] = {}
 
     async def run(self) -> None:
         """Check each uncertain key when it is due, until cancelled."""
-        failed: dict[UncertainKey, float] = {}
-        while True:
-            self._uncertain_keys.woken = trio.Event()
-            now = boottime()
-            failed = {one: at for one, at in failed.items() if not one.is_over}
-            times = {
-                one: max(self._uncertain_keys.due_at(one), failed.get(one, 0.0))
-                for one in self._uncertain_keys
-            }
-            due = [one for one, at in times.items() if at <= now]
-            if due:
-                await self._check_all(due, failed)
-                continue
-            wait_s = min(times.values(), default=float("inf")) - now
-            with trio.move_on_after(wait_s):
-                await self._uncertain_keys.woken.wait()
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._uncertain_keys.woken = trio.Event()
+                now = boottime()
+                self._failed = {one: at for one, at in self._failed.items() if not one.is_over}
+                times = {
+                    one: max(self._uncertain_keys.due_at(one), self._failed.get(one, 0.0))
+                    for one in self._uncertain_keys
+                    if one not in self._busy
+                }
+                due = [one for one, at in times.items() if at <= now]
+                if due:
+                    # Not awaited: other keys do not wait until a large content is downloaded.
+                    self._busy.update(due)
+                    nursery.start_soon(for_each, self._check_safely, due, AT_ONCE)
+                    continue
+                with trio.move_on_after(min(times.values(), default=float("inf")) - now):
+                    await self._uncertain_keys.woken.wait()
 
-    async def _check_all(self, due: list[UncertainKey], failed: dict[UncertainKey, float]) -> None:
-        async def check(one: UncertainKey) -> None:
-            try:
-                await self.check(one)
-            except StoreError as error:
-                failed[one] = boottime() + RETRY_S
-                logger.info("%s could not be looked at again: %s", one.key, error)
-            except Exception:  # a fault with one key must not stop the checks of the others
-                logger.exception("%s could not be looked at again", one.key)
-                self._uncertain_keys.note_checked(one)
-
-        await for_each(check, due, AT_ONCE)
+    async def _check_safely(self, one: UncertainKey) -> None:
+        try:
+            await self.check(one)
+        except StoreError as error:
+            self._failed[one] = boottime() + RETRY_S
+            logger.info("%s could not be looked at again: %s", one.key, error)
+        except Exception:  # a fault with one key must not stop the checks of the others
+            logger.exception("%s could not be looked at again", one.key)
+            self._uncertain_keys.note_checked(one)
+        finally:
+            self._busy.discard(one)
+            self._uncertain_keys.woken.set()
 
     async def check(self, entry: UncertainKey) -> None:
         """Check a key, and restore its expected state if a late request has undone it."""

@@ -65,21 +65,22 @@ async def test_a_completion_without_an_answer_may_have_made_the_object(
         assert late.may_have_made(await store.head("file"))
 
 
-async def test_a_fault_about_one_key_ends_no_mount(
+async def test_neither_a_fault_nor_a_long_check_of_a_key_stops_those_of_others(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(_repairer: Repairer, entry: UncertainKey) -> bool:
+        await trio.sleep(60 if entry.key == "slow" else 0)
         raise ValueError(f"a fault about {entry.key}")
 
     monkeypatch.setattr(Repairer, "_is_right", fail)
     async with opened(bucket, bucket.server) as inner, trio.open_nursery() as nursery:
         late = UncertainKeys(tmp_path / "late", "bucket", (0.0,))
         store = WatchedStore(inner, late)
-        for key in ("one", "two"):
-            late.expect(
-                late.note_unanswered(Change(DELETE, key)), ObjectInfo(key, 0, '"e"', 0), None
-            )
         nursery.start_soon(Repairer(store, lambda _key, _state: None).run)
-        await eventually(lambda: not len(late))
+        for key in ("slow", "one", "two"):
+            entry = late.note_unanswered(Change(DELETE, key))
+            late.expect(entry, ObjectInfo(key, 0, '"e"', 0), None)
+            await trio.sleep(0.1)
+        await eventually(lambda: len(late) == 1)
         nursery.cancel_scope.cancel()
     store.close(remove=False)
