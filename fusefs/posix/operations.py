@@ -2,9 +2,9 @@
 
 A method returns its answer, or a coroutine if it has to wait; the session (fuse/session.py,
 fuse/pyfuse3_session.py) tells the two apart and packs the answers. A request that memory or the
-page cache can answer is answered at once, so most requests cost no task and no switch. Errors are
-OSErrors whose errno is the answer. posix/read/open.py decides opens, posix/read/read.py answers
-reads, and posix/read/readdir.py reads directories.
+page cache can answer is answered at once, so most requests cost no task and no switch. An error is
+an OSError or a StoreError, whose errno is the answer. posix/read/open.py decides opens,
+posix/read/read.py answers reads, and posix/read/readdir.py reads directories.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from fusefs.posix.types import (
     InFile,
     LookupResult,
     OpenResult,
-    waiting,
 )
 from fusefs.posix.write.removals import Removals, StoreAfterRemovals
 from fusefs.posix.write.rules import Writing
@@ -94,6 +93,7 @@ class Operations:
         self._xattrs = Xattrs(state.store, state.inodes, self.head_cache, state.endpoint)
         self.opener = Opener(state, writer)
         self._reader = Reader(state, writer.editor if writer is not None else None)
+        self.read_again = self._reader.read_again
         # None on a read-only mount.
         self.mutations: Mutations | None = None
         if writing is not None and writer is not None:
@@ -137,7 +137,7 @@ class Operations:
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
         if known is None:
-            return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
+            return self._lookup_later(parent, directory, text, was_sent=was_sent)
         entry, expires = known
         if isinstance(entry, Absent):
             return _missing(directory, expires)
@@ -145,7 +145,7 @@ class Operations:
         has_attributes = not self.head_cache.needs_head(inode)
         is_known = has_attributes or self._is_leaving(parent, entry)
         if not is_known or not inode.is_current:
-            return waiting(self._lookup_later(parent, directory, text, was_sent=was_sent))
+            return self._lookup_later(parent, directory, text, was_sent=was_sent)
         # An open that got ESTALE, after which the kernel looks the name up, has asked the bucket.
         was_asked = was_sent or expires > time.monotonic()
         return self._found(inode, expires, has_attributes, was_asked=was_asked)
@@ -197,7 +197,7 @@ class Operations:
         inode = self.inodes.get(nodeid)
         is_doubted = self.head_cache.is_doubted(inode)
         if is_doubted or self.head_cache.needs_head(inode):
-            return waiting(self._getattr_later(inode, is_doubted=is_doubted))
+            return self._getattr_later(inode, is_doubted=is_doubted)
         return inode, inode.valid_s
 
     async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> tuple[Inode, float]:
@@ -225,9 +225,9 @@ class Operations:
             if not inode.is_current:
                 self.opener.redirect(inode, caller)
             if self.head_cache.lacks(inode):
-                return waiting(self._open_learned(self.writer, inode, flags, caller))
+                return self._open_learned(self.writer, inode, flags, caller)
             if not self.writer.sharing.is_ready(inode):
-                return waiting(self._open_registered(self.writer, inode, flags, caller))
+                return self._open_registered(self.writer, inode, flags, caller)
             return self.writer.open(inode, flags, caller)
         return self.opener.open(inode, flags, caller)
 
@@ -263,10 +263,6 @@ class Operations:
         """
         self._refuse_if_shut()
         return self._reader.read(fh, offset, size, in_file=in_file)
-
-    async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
-        """Read the bytes of a READ that `read` has counted, and answered with an `InFile`."""
-        return await waiting(self._reader.read_again(fh, offset, size))
 
     def release(self, fh: int, *, is_logged: bool = False) -> None:
         """Close a handle; an unknown handle is ignored. `is_logged`: the journal has the close."""
@@ -313,9 +309,7 @@ class Operations:
 
     async def readlink(self, nodeid: int) -> bytes:
         """Read the target of a symbolic link; EINVAL if the inode is no symbolic link."""
-        return await waiting(self._readlink(self.inodes.get(nodeid)))
-
-    async def _readlink(self, inode: Inode) -> bytes:
+        inode = self.inodes.get(nodeid)
         await self.head_cache.learn(inode)
         if inode.info is None or not self.head_cache.meta(inode).is_symlink:
             raise OSError(errno.EINVAL, "not a symbolic link")

@@ -59,7 +59,7 @@ async def run_uncancelled(
     A request is cancelled when its process is killed; only the wait for the change ends then. The
     kernel gets no answer, and has to look names up again: once the change has ended, `unseen` is
     called, and `unwanted` with the change's result. An error of the change is raised, or logged
-    after a cancel: an OSError is an answer, any other exception is a fault.
+    after a cancel: an OSError or StoreError is an answer, any other exception is a fault.
     """
     done = trio.Event()
     results: list[Result] = []
@@ -79,7 +79,7 @@ async def run_uncancelled(
             logger.warning(
                 "a change whose request was cancelled failed: %s",
                 errors[0],
-                exc_info=None if isinstance(errors[0], OSError) else errors[0],
+                exc_info=None if isinstance(errors[0], OSError | StoreError) else errors[0],
             )
         else:
             unwanted(results[0])

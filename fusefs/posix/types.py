@@ -6,13 +6,12 @@ An operation answers at once, or returns a coroutine when it has to wait.
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from fusefs.cache.cached_file import CacheFile
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.store.errors import StoreError
 
 Result = TypeVar("Result")
 # Greater than any thread id.
@@ -176,11 +175,3 @@ class ReadCounters:
             self.miss(fetched)
         else:
             self.hits += 1
-
-
-async def waiting(answer: Awaitable[Result]) -> Result:
-    """Await an operation; raise its StoreError as an OSError."""
-    try:
-        return await answer
-    except StoreError as error:
-        raise OSError(error.errno, str(error)) from error

@@ -14,7 +14,7 @@ import errno
 
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
-from fusefs.posix.types import Answer, waiting
+from fusefs.posix.types import Answer
 from fusefs.store.contract import Store
 from fusefs.store.interface import ObjectInfo
 
@@ -43,7 +43,7 @@ class Xattrs:
         if name.startswith(OURS):
             return self._of_object(inode, name)
         if _is_settable(name) and self._head_cache.lacks(inode):
-            return waiting(self._get_learned(inode, name))
+            return self._get_learned(inode, name)
         value = dict(self._head_cache.meta(inode).xattrs).get(name)
         if value is None or not _is_settable(name):
             raise OSError(errno.ENODATA, name)
@@ -57,7 +57,7 @@ class Xattrs:
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
         """Return the names of attributes that programs have set; needs no HEAD after a stat."""
         if self._head_cache.needs_head(inode):
-            return waiting(self._names_shown(inode))
+            return self._names_shown(inode)
         known = self._head_cache.meta(inode).xattrs
         return tuple(name for name, _ in known if _is_settable(name))
 
@@ -84,7 +84,7 @@ class Xattrs:
         if name not in ("user.s3.content_type", VERSION):
             raise OSError(errno.ENODATA, name)
         if info.content_type is None:
-            return waiting(self._get_later(inode, name))
+            return self._get_later(inode, name)
         return _headed(info, name)
 
     async def _get_later(self, inode: Inode, name: str) -> bytes:

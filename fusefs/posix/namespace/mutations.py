@@ -27,7 +27,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.tasks import run_uncancelled
-from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, waiting
+from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult
 from fusefs.posix.write.writer import Writer
 
 Result = TypeVar("Result")
@@ -61,10 +61,10 @@ class Mutations(MountPart):
         """Run `work`, a change of `names`, once no directory's rename is in its way.
 
         A cancel before that prevents the change. After a later cancel the change goes on to its
-        end, and `unwanted` is called with its result. A StoreError is raised as an OSError.
+        end, and `unwanted` is called with its result.
         """
-        await waiting(self.changes.prefix_lock.until_open(*names))
-        return await self._go_on(waiting(work()), unwanted)
+        await self.changes.prefix_lock.until_open(*names)
+        return await self._go_on(work(), unwanted)
 
     async def _go_on(
         self, work: Coroutine[Any, Any, Result], unwanted: Callable[[Result], None]
@@ -218,14 +218,14 @@ class Mutations(MountPart):
         self, name: Name, create: Callable[[], Answer[tuple[Inode, OpenResult]]]
     ) -> tuple[Inode, OpenResult]:
         """Create a file once no rename of a directory is in its way."""
-        await waiting(self.changes.prefix_lock.until_open(name))
+        await self.changes.prefix_lock.until_open(name)
         answer = create()
         return answer if isinstance(answer, tuple) else await self._created(answer, name)
 
     async def _created(
         self, answer: Coroutine[Any, Any, tuple[Inode, OpenResult]], name: Name
     ) -> tuple[Inode, OpenResult]:
-        work = waiting(self.changes.below(name, answer))
+        work = self.changes.below(name, answer)
         return await self._go_on(work, lambda made: self._forget(*made))
 
     def _forget(self, inode: Inode, opened: OpenResult) -> None:
@@ -284,7 +284,7 @@ class Mutations(MountPart):
         directory = self._inodes.directory(nodeid)
         if not self.changes.needs_fsync(directory):
             return None
-        return waiting(self.changes.fsync(directory))
+        return self.changes.fsync(directory)
 
     async def rename(
         self, parent_id: int, name: bytes, to_id: int, new_name: bytes, flags: int, caller: Caller

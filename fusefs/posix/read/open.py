@@ -31,7 +31,7 @@ from fusefs.posix.journal.journal import Journal
 from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.handles import WRITING, FileHandle
 from fusefs.posix.nodes.inode_table import Inode
-from fusefs.posix.types import Answer, Caller, OpenResult, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult
 from fusefs.posix.write.writer import Writer
 from fusefs.store.contract import find
 from fusefs.store.errors import NotFoundError, StaleVersionError
@@ -74,7 +74,7 @@ class Opener(MountPart):
                 if opened is not None:
                     self._note_first_open(inode, file, is_first=is_first)
                     return opened
-        return waiting(self._open_later(inode, flags, caller, is_valid))
+        return self._open_later(inode, flags, caller, is_valid)
 
     def _needs_no_descriptor(self, inode: Inode, file: CacheFile) -> bool:
         """True if a whole cache file may stay closed in the daemon until the node's first READ.

@@ -22,7 +22,7 @@ from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.types import Answer, InFile, waiting
+from fusefs.posix.types import Answer, InFile
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -67,10 +67,10 @@ class Reader(MountPart):
             if data is not None:
                 self._count(handle, offset, stop)
                 return data
-        return waiting(self._read_later(handle, offset, stop, in_file=in_file))
+        return self._read_later(handle, offset, stop, in_file=in_file)
 
     async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
-        """Read the bytes of an `InFile` that the page cache lacks; see `Operations.read_again`."""
+        """Read the bytes of a READ that `read` has counted, and answered with an `InFile`."""
         handle = self._handles.files.get(fh)
         if handle is None or handle.inode.staged is not None:
             answer = self.read(fh, offset, size)
@@ -87,7 +87,7 @@ class Reader(MountPart):
     ) -> Answer[memoryview | bytes | bytearray]:
         """Read `size` bytes of a staged file, or fewer at its end."""
         if staged.base is not None and staged.base.lacks(offset, offset + size):
-            return waiting(self._read_edited(staged, staged.base, offset, size))
+            return self._read_edited(staged, staged.base, offset, size)
         data = self._buffer[: min(size, MAX_READ)]
         try:
             count = os.preadv(staged.fd, (data,), offset, self._nowait)

@@ -24,7 +24,7 @@ from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.offsets import base_of, code_of, divided
-from fusefs.posix.types import Answer, Caller, DirectoryBuffer, NameKind, waiting
+from fusefs.posix.types import Answer, Caller, DirectoryBuffer, NameKind
 
 # The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
@@ -56,7 +56,7 @@ class DirectoryStreams(MountPart):
         """Add the next entries behind `offset` to a buffer; add none at the directory's end."""
         handle = self._handles.directory(fh)
         if not self._seek(handle, offset):
-            return waiting(self._seek_and_read(handle, offset, buffer))
+            return self._seek_and_read(handle, offset, buffer)
         handle.recent = {}
         if not self._add_dots(handle, buffer):
             return None
@@ -68,7 +68,7 @@ class DirectoryStreams(MountPart):
             if segment is None or self._asks(handle, buffer):
                 # Entries that were added already need not wait for the next request.
                 if buffer.is_empty:
-                    return waiting(self._read_later(handle, directory, buffer))
+                    return self._read_later(handle, directory, buffer)
                 return None
             if not self._add_entries(handle, directory, segment, buffer):
                 return None

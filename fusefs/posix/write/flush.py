@@ -31,7 +31,7 @@ from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.nodes.temporary_names import is_temporary
-from fusefs.posix.types import Answer, waiting
+from fusefs.posix.types import Answer
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.exclusive import ExclusiveCreates
 from fusefs.posix.write.removals import Removals
@@ -156,7 +156,7 @@ class Flusher(MountPart):
             self.exclusive.wrote(staged.creator, staged.size())
         if not staged.is_dirty or staged.is_others(owner):
             return None
-        return waiting(self._flush(staged, pid))
+        return self._flush(staged, pid)
 
     async def _flush(self, staged: StagedFile, pid: int) -> None:
         # The process is examined only after a rewrite: a file that has grown replaces nothing.
@@ -205,9 +205,9 @@ class Flusher(MountPart):
             if not staged.is_dirty:
                 return None
             is_local = self._rules.is_local(staged.key)
-            return waiting(self._keep(staged, LATER_S if is_local else None))
+            return self._keep(staged, LATER_S if is_local else None)
         if info is not None and self.deferred.has(info.key):
-            return waiting(self.deferred.flush(info.key))
+            return self.deferred.flush(info.key)
         return None
 
     def _can_be_undone(self, staged: StagedFile) -> bool:

@@ -31,7 +31,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.names import split_key
 from fusefs.posix.nodes.object_metadata import PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import PrefixLock
-from fusefs.posix.types import Answer, Caller, OpenResult, waiting
+from fusefs.posix.types import Answer, Caller, OpenResult
 from fusefs.posix.write import staged_sums
 from fusefs.posix.write.backlog import Backlog
 from fusefs.posix.write.exclusive import EmptyObjects, is_undecided
@@ -171,7 +171,7 @@ class Writer(MountPart):
         is_staged = inode.staged is not None and not flags & os.O_TRUNC
         if is_staged and (not looks or self._is_current(inode)):
             return self.open_staged(inode, flags, caller)
-        return waiting(self._open_later(inode, flags, caller))
+        return self._open_later(inode, flags, caller)
 
     def _check_overwriting(self, inode: Inode) -> None:
         """Raise EPERM if --no-delete forbids to overwrite the object of a file."""
@@ -489,7 +489,7 @@ class Writer(MountPart):
                 return count
         # The session reuses the memory of `data` for the next request.
         rebases = staged.rebases if is_appended else None
-        return waiting(self._write_later(staged, offset, bytes(data), owner, rebases))
+        return self._write_later(staged, offset, bytes(data), owner, rebases)
 
     def _about_to_write(self, staged: StagedFile, stop: int) -> None:
         if stop > staged.charged:
@@ -572,7 +572,7 @@ class Writer(MountPart):
             staged_sums.forget(staged)
             staged.touch()  # also if the call fails: a part of it may be done
             if staged.base is not None:
-                await waiting(self._allocate_edited(staged, staged.base, offset, length, mode))
+                await self._allocate_edited(staged, staged.base, offset, length, mode)
             else:
                 await trio.to_thread.run_sync(
                     allocate, staged.fd, mode, offset, length, limiter=self._disk

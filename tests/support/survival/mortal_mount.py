@@ -4,13 +4,12 @@
 on with the journal, the staged files and the records that the last one left.
 """
 
-import contextlib
 import itertools
 import os
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from fusefs.posix.write.rules import WriteRules, Writing
 from fusefs.posix.write.staging import Staging
 from fusefs.settings.patterns import PathRules
 from fusefs.settings.types import Durability
+from fusefs.store.errors import StoreError
 from tests.support.memory_store import MemoryStore
 
 LOCAL = PathRules(Durability.LOCAL)
@@ -128,9 +128,9 @@ class Process:
         self, old: str, new: str, *, flags: int = 0, unique: int | None = None
     ) -> None:
         parted = await self._split(old)
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             await self.node(old)
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             await self.node(new)
         await self.changes.rename(parted, await self._split(new), flags, self.caller(unique))
 
@@ -147,7 +147,7 @@ class Process:
 
     async def write(self, fh: int, offset: int, data: bytes, *, is_appended: bool = False) -> None:
         answer = self.writer.write(fh, offset, memoryview(data), is_appended=is_appended)
-        assert (answer if isinstance(answer, int) else await answer) == len(data)
+        assert await answered(answer) == len(data)
 
     async def close(self, fh: int) -> None:
         await answered(self.writer.flusher.flush(fh))
@@ -194,8 +194,7 @@ class Process:
 
     async def opendir(self, path: str = "") -> int:
         inode = await self.node(path)
-        handle, _ = self.operations.opendir(inode.nodeid, self.caller())
-        return handle.fh
+        return self.operations.opendir(inode.nodeid, self.caller())[0].fh
 
     async def readdir(self, fh: int, offset: int = 0) -> dict[str, int]:
         """The names behind an offset, each with its own, up to the end."""
@@ -266,7 +265,7 @@ class MortalMount:
             on_discard=lambda file: operations.discarded(file),
         )
         journal, state = self._journal()
-        ended = contextlib.ExitStack()
+        ended = ExitStack()
         try:
             async with trio.open_nursery() as nursery:
                 notifier = KernelNotifier()
@@ -335,11 +334,14 @@ class MortalMount:
 def close_all(directory: Path) -> None:
     """Close what a process had open below a directory, as the kernel does at its end."""
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{directory}/"):
                 os.close(int(fd))
 
 
 async def answered(answer: Any) -> Any:
-    """An answer that is there, or has to be waited for."""
-    return await answer if hasattr(answer, "__await__") else answer
+    """An answer that is there, or has to be waited for; errors are those that programs get."""
+    try:
+        return await answer if hasattr(answer, "__await__") else answer
+    except StoreError as error:
+        raise OSError(error.errno, str(error)) from error

@@ -135,7 +135,6 @@ async def test_a_long_read_of_a_served_handle(
 async def test_an_error_of_the_bucket_ends_one_request_and_not_the_session(
     tmp_path: Path, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    """Also an error that an operation has not turned into an OSError."""
     end, its = ends
     its.setblocking(False)
     end.settimeout(20)

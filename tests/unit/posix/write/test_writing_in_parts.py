@@ -36,7 +36,7 @@ async def sent_and_not_completed(mount: MortalMount, process: Process) -> int:
     fh = await process.create("file", b"")
     await process.write(fh, PART, b"x" * 3 * PART)
     mount.store.before = failing(StoreError("the store is unwell"), "COMPLETE")
-    with pytest.raises(OSError, match="unwell"):
+    with pytest.raises(StoreError, match="unwell"):
         await sync(process, fh)
     mount.store.heal()
     return fh
