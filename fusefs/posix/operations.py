@@ -30,7 +30,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.namespace.rename import NameChanges
 from fusefs.posix.nodes import names, object_metadata
 from fusefs.posix.nodes.handles import DirectoryHandle
-from fusefs.posix.nodes.inode_table import Attributes, Inode
+from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.prefix_lock import PrefixLock
 from fusefs.posix.read.open import Opener
@@ -69,6 +69,7 @@ class Operations:
         self.backing = state.backing
         self.counters = state.counters
         self.notifier = state.notifier
+        self.attributes = state.attributes
         # True while names and bytes are refused, as S3 refuses them (daemon/access_guard.py).
         self.is_shut = False
         after_removals, writer = state, None
@@ -147,8 +148,9 @@ class Operations:
         if not is_known or not inode.is_current:
             return self._lookup_later(parent, directory, text, was_sent=was_sent)
         # An open that got ESTALE, after which the kernel looks the name up, has asked the bucket.
-        was_asked = was_sent or expires > time.monotonic()
-        return self._found(inode, expires, has_attributes, was_asked=was_asked)
+        now = time.monotonic()
+        self.inodes.count(inode, expires, was_asked=was_sent or expires > now)
+        return LookupResult(inode, max(0.0, expires - now), has_attributes)
 
     def _is_leaving(self, parent: Inode, entry: Entry) -> bool:
         """True if a file is probably looked up to be removed, which needs no attributes.
@@ -184,13 +186,8 @@ class Operations:
             return _missing(directory, expires)
         # The name may stand for something else by now.
         inode = self.inodes.resolve(parent, name, entry)
-        return self._found(inode, expires, was_asked=was_sent or expires >= began)
-
-    def _found(
-        self, inode: Inode, expires: float, has_attributes: bool = True, *, was_asked: bool
-    ) -> LookupResult:
-        self.inodes.count(inode, expires, was_asked=was_asked)
-        return LookupResult(inode, max(0.0, expires - time.monotonic()), has_attributes)
+        self.inodes.count(inode, expires, was_asked=was_sent or expires >= began)
+        return LookupResult(inode, max(0.0, expires - time.monotonic()))
 
     def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
         """Return the inode with the node's attributes, and the seconds for which they are valid."""
@@ -207,21 +204,19 @@ class Operations:
         inode = self.inodes.get(inode.nodeid)
         return inode, inode.valid_s
 
-    def attributes(self, inode: Inode) -> Attributes:
-        return self._state.attributes(inode)
-
     # Files
 
     def open(self, nodeid: int, flags: int, caller: Caller) -> Answer[OpenResult]:
         """Open a file; EROFS for an open for writing on a read-only mount."""
         self._refuse_if_shut()
         inode = self.inodes.get(nodeid)
-        is_writing = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
-        if self.writer is not None and (is_writing or inode.staged is not None):
-            if known := self.handles.opened_by(caller.unique):
-                backing_id, may_write = self.handles.files[known].backing_id, bool(is_writing)
-                is_direct = may_write and bool(backing_id)
-                return OpenResult(known, False, backing_id, may_write, is_direct=is_direct)
+        may_write = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC))
+        if known := self.handles.opened_by(caller.unique):
+            # An earlier process had logged this open, but not answered it.
+            inode.looked_up, backing_id = False, self.handles.files[known].backing_id
+            is_direct = may_write and bool(backing_id)
+            return OpenResult(known, False, backing_id, may_write, is_direct=is_direct)
+        if self.writer is not None and (may_write or inode.staged is not None):
             if not inode.is_current:
                 self.opener.redirect(inode, caller)
             if self.head_cache.lacks(inode):

@@ -116,8 +116,13 @@ class Directories:
             directory = self._known[prefix] = Directory(prefix, most_s)
         return directory
 
-    def lookup_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The cached entry of a name, with its expiry (monotonic s); None: a request is needed."""
+    def lookup_now(
+        self, directory: Directory, name: str, *, is_opened: bool = False
+    ) -> tuple[Entry | Absent, float] | None:
+        """The cached entry of a name, with its expiry (monotonic s); None: a request is needed.
+
+        An entry that is shown but not relied on is not enough for an open (`is_opened`).
+        """
         if (here := self.pending_changes.get(directory.prefix, name)) is not None:
             return here, math.inf
         segment, now = directory.holding(name), time.monotonic()
@@ -125,16 +130,15 @@ class Directories:
             return None
         self._by_use.move_to_end(id(segment))
         known = segment.answer(name)
-        if known is None or known[1] > now or not isinstance(known[0], Absent):
+        if known is None or known[1] > now:
+            return known
+        if is_opened:
+            return None
+        if not isinstance(known[0], Absent):
             return known
         is_young = now < segment.fetched + min(FIRST_S, directory.most_s)
         is_made = is_temporary(name, is_exclusive=False) or self._creations.are_many(now)
         return known if is_young and is_made else None
-
-    def sure_now(self, directory: Directory, name: str) -> tuple[Entry | Absent, float] | None:
-        """The cached entry of a name, with its expiry; None if an open must not rely on it."""
-        known = self.lookup_now(directory, name)
-        return known if known is not None and known[1] > time.monotonic() else None
 
     async def lookup(
         self, directory: Directory, name: str, *, is_opened: bool = False
@@ -146,7 +150,7 @@ class Directories:
         """
         began = time.monotonic()
         for _ in range(3):
-            known = (self.sure_now if is_opened else self.lookup_now)(directory, name)
+            known = self.lookup_now(directory, name, is_opened=is_opened)
             if known is not None:
                 return known
             await self._load_around(directory, name)
@@ -397,7 +401,18 @@ class Directories:
         self._doubt_undone(directory.prefix, segment)
         if segment.expires:  # the segment was not distrusted
             self._date(directory, segment)
-        self._add(directory, segment)
+        gone, come = directory.add(segment)
+        for old in gone:
+            del self._by_use[id(old)]
+            self._entries -= _size_of(old)
+        for new in come:
+            self._by_use[id(new)] = (directory, new)
+            self._entries += _size_of(new)
+        while self._entries > self._most_entries and len(self._by_use) > 1:
+            _, (owner, oldest) = self._by_use.popitem(last=False)
+            owner.segments.remove(oldest)
+            owner.generation += 1
+            self._entries -= _size_of(oldest)
 
     def _doubt_undone(self, prefix: str, segment: Segment) -> None:
         """Add to `segment.doubtful` the names whose objects a late request may have undone."""
@@ -439,20 +454,6 @@ class Directories:
     def _until(self, fetched: float, time_s: float) -> float:
         latest = self._certain_from if fetched < self._certain_from else math.inf
         return min(fetched + time_s, latest)
-
-    def _add(self, directory: Directory, segment: Segment) -> None:
-        gone, come = directory.add(segment)
-        for old in gone:
-            del self._by_use[id(old)]
-            self._entries -= _size_of(old)
-        for new in come:
-            self._by_use[id(new)] = (directory, new)
-            self._entries += _size_of(new)
-        while self._entries > self._most_entries and len(self._by_use) > 1:
-            _, (owner, oldest) = self._by_use.popitem(last=False)
-            owner.segments.remove(oldest)
-            owner.generation += 1
-            self._entries -= _size_of(oldest)
 
     async def _look_up_doubtful(self, directory: Directory, segment: Segment) -> None:
         """Ask the bucket for each of a segment's `doubtful` names, and add those that exist."""

@@ -6,7 +6,7 @@
    the kernel looks the name up again by itself and opens the new node. A
    program that reopens without a name (/proc/self/fd/N, a bind-mounted single
    file) can't be redirected. Such a program repeats the open without a lookup,
-   which shows that it has no name (`Redirects`), and gets the old node (`_open_anyway`).
+   which shows that it has no name (`Redirects`), and gets the old node.
 2. Is the version whole in the cache? If the file is small, it is fetched first.
 3. A whole file is opened for passthrough if no handle of the node is served. If an
    older handle is served, the name gets a new node (ESTALE as in 1), so that one handle
@@ -58,10 +58,6 @@ class Opener(MountPart):
         if inode.info is None:
             raise OSError(errno.EISDIR, "a directory")
         is_valid = self._is_valid(inode)
-        if known := self._handles.opened_by(caller.unique):
-            # An earlier process had logged this open, but not answered it.
-            backing_id = self._handles.files[known].backing_id
-            return OpenResult(known, keep_cache=bool(backing_id), backing_id=backing_id)
         if inode.is_current and is_valid and (not inode.served or not self._backing.is_on):
             file = self._cache.find(inode.info.version)
             if file is not None and file.is_complete:
@@ -72,7 +68,8 @@ class Opener(MountPart):
                 elif self._needs_no_descriptor(inode, file):
                     opened = self._opened_served(inode, file, flags, caller, keep_cache=True)
                 if opened is not None:
-                    self._note_first_open(inode, file, is_first=is_first)
+                    if is_first:  # it may have been fetched ahead
+                        self._note_opening(inode, inode.info, file)
                     return opened
         return self._open_later(inode, flags, caller, is_valid)
 
@@ -93,18 +90,13 @@ class Opener(MountPart):
         if inode.looked_up:
             inode.looked_up = False
             return True
-        return inode.valid_until > time.monotonic() or self._is_listed(inode)
-
-    def _is_listed(self, inode: Inode) -> bool:
-        """True if a valid listing has the node's version; the node is then valid for as long."""
-        if inode.parent is None or inode.info is None:
-            return False
-        directory = self._directories.get(self._inodes.key(inode.parent))
-        known = self._directories.sure_now(directory, inode.name)
-        if known is None or not _is_version(known[0], inode.info.version):
-            return False
-        inode.valid_until = known[1]
-        return True
+        if inode.valid_until <= time.monotonic() and inode.parent is not None:
+            directory = self._directories.get(self._inodes.key(inode.parent))
+            known = self._directories.lookup_now(directory, inode.name, is_opened=True)
+            if known is None or not _is_version(known[0], inode.object.version):
+                return False
+            inode.valid_until = known[1]
+        return inode.valid_until > time.monotonic()
 
     async def _open_later(
         self, inode: Inode, flags: int, caller: Caller, is_valid: bool
@@ -176,31 +168,14 @@ class Opener(MountPart):
     async def _open_elsewhere(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
         """Redirect a program to its name's new node; a program redirected before gets the old node.
 
+        The latter has no name to look up. Its handle reads the node's old version if the cache has
+        all of it. Else, if no other handle has the node open, it reads the version that the bucket
+        has now.
+
         Raises:
             OSError: ESTALE, upon which the kernel looks the name up again.
         """
         self.redirect(inode, caller)
-        return await self._open_anyway(inode, flags, caller)
-
-    def redirect(self, inode: Inode, caller: Caller) -> None:
-        """Redirect a program to its name's new node; return if the program was redirected before.
-
-        Raises:
-            OSError: ESTALE, upon which the kernel looks the name up again.
-        """
-        if not self.redirects.is_redirected(inode, caller.program):
-            self.redirects.add(inode, caller.program)
-            raise OSError(errno.ESTALE, "the name stands for something else now")
-
-    async def _open_anyway(self, inode: Inode, flags: int, caller: Caller) -> OpenResult:
-        """Open an old node for a program that has no name to look up.
-
-        The handle reads the node's old version if the cache has all of it. Else, if no other
-        handle has the node open, the handle reads the version that the bucket has now.
-
-        Raises:
-            OSError: ESTALE, if the handle can read neither version.
-        """
         file = self._cache.pin(inode.object.version)
         try:
             if file.is_complete and await self._cache.ensure_open(file) and file.is_complete:
@@ -220,6 +195,16 @@ class Opener(MountPart):
             return await self._opened_either_way(inode, file, flags, caller, keep_cache=not is_new)
         finally:
             self._cache.unpin(file)
+
+    def redirect(self, inode: Inode, caller: Caller) -> None:
+        """Redirect a program to its name's new node; return if the program was redirected before.
+
+        Raises:
+            OSError: ESTALE, upon which the kernel looks the name up again.
+        """
+        if not self.redirects.is_redirected(inode, caller.program):
+            self.redirects.add(inode, caller.program)
+            raise OSError(errno.ESTALE, "the name stands for something else now")
 
     async def _prepare(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> bool:
         """Fetch a version's first bytes into its file, or all bytes if the file is small.
@@ -291,7 +276,8 @@ class Opener(MountPart):
         self._backing.find(file)  # marks the backing file as used
         is_first = file.last_use is None
         self._note_passthrough(file)
-        self._note_first_open(inode, file, is_first=is_first)
+        if is_first:
+            self._note_opening(inode, inode.object, file)
         if is_closed:
             self._cache.unpin(file)
         else:
@@ -316,34 +302,26 @@ class Opener(MountPart):
             handle.fetched = file.first_read(0, file.size)
             self._counters.read(file.size, handle.fetched)
         else:
-            handle.readahead = self._readahead(inode, file)
+
+            def go_on(size: int) -> None:
+                if inode.parent is not None and inode.info is not None:
+                    self._next_files.go_on(self._inodes.key(inode.parent), inode.info, size)
+
+            handle.readahead = Readahead(self._downloader, file, go_on)
         return OpenResult(handle.fh, keep_cache=keep_cache)
 
-    def _note_first_open(self, inode: Inode, file: CacheFile, *, is_first: bool) -> None:
-        """Call `_note_opening` at a cached file's first open: the file may have been fetched ahead.
-
-        The file is pinned by now, so that the files fetched next can't evict it.
-        """
-        if is_first and inode.info is not None and inode.parent is not None:
-            self._note_opening(inode, inode.info, file)
-
     def _note_opening(self, inode: Inode, info: ObjectInfo, file: CacheFile) -> None:
-        """Note a file's open, upon which its neighbours may be fetched; ignore files of a plan."""
-        assert inode.parent is not None
-        if self._cache.order.is_planned(file):
+        """Note a file's open, upon which its neighbours may be fetched; ignore files of a plan.
+
+        The file is pinned, so that the files fetched next can't evict it.
+        """
+        if inode.parent is None or self._cache.order.is_planned(file):
             return
         prefix = self._inodes.key(inode.parent)
         if info.size <= SMALL:
             self._siblings.opened(prefix, info, was_there=file.is_complete)
         else:
             self._next_files.opened(prefix, info.key, was_there=file.present.total > 0)
-
-    def _readahead(self, inode: Inode, file: CacheFile) -> Readahead:
-        def go_on(size: int) -> None:
-            if inode.parent is not None and inode.info is not None:
-                self._next_files.go_on(self._inodes.key(inode.parent), inode.info, size)
-
-        return Readahead(self._downloader, file, go_on)
 
 
 def _is_version(entry: Entry | Absent, version: ObjectVersion) -> bool:
