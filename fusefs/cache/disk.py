@@ -333,21 +333,20 @@ class DiskLatency:
         """True if no recent access was slow, so that the event loop may make small accesses."""
         return time.monotonic() >= self._slow_until
 
-    def begin(self) -> tuple[int, float]:
-        """Begin to measure an access of this thread; pass the result to `end`."""
-        return getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
-
-    def end(self, began: tuple[int, float], *, is_in_loop: bool) -> None:
-        """End the measurement from `begin`; `is_in_loop`: the event loop itself made the access."""
-        sleeps, at = began
-        now = time.monotonic()
-        limit_s = SLOW_S if is_in_loop else SLOW_IN_THREAD_S
-        if now - at > limit_s and getrusage(RUSAGE_THREAD).ru_nvcsw > sleeps:
-            if now - self._slow_until > FORGET_S:
-                self._in_threads_s = FIRST_IN_THREADS_S
-            elif is_in_loop:
-                self._in_threads_s = min(LONGEST_IN_THREADS_S, 2 * self._in_threads_s)
-            self._slow_until = max(self._slow_until, now + self._in_threads_s)
+    def timed(self, access: Callable[[], T], *, is_in_loop: bool) -> T:
+        """Make an access in this thread, the event loop's if `is_in_loop`; return its result."""
+        sleeps, began = getrusage(RUSAGE_THREAD).ru_nvcsw, time.monotonic()
+        try:
+            return access()
+        finally:
+            now = time.monotonic()
+            limit_s = SLOW_S if is_in_loop else SLOW_IN_THREAD_S
+            if now - began > limit_s and getrusage(RUSAGE_THREAD).ru_nvcsw > sleeps:
+                if now - self._slow_until > FORGET_S:
+                    self._in_threads_s = FIRST_IN_THREADS_S
+                elif is_in_loop:
+                    self._in_threads_s = min(LONGEST_IN_THREADS_S, 2 * self._in_threads_s)
+                self._slow_until = max(self._slow_until, now + self._in_threads_s)
 
 
 class CacheDirectoryError(Exception):

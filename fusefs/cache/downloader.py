@@ -33,7 +33,6 @@ from fusefs.cache.disk import DiskLatency
 from fusefs.cache.evictor import Evictor
 from fusefs.cache.file_cache import FileCache
 from fusefs.cache.integrity.checksums import Sum, sums_of_bytes
-from fusefs.cache.readahead.demand import Demand
 from fusefs.cache.readahead.path_meter import DownloadMeter, PathMeter
 from fusefs.cache.unkept import UnkeptBuffers
 from fusefs.store.errors import NotFoundError, StaleVersionError, StoreError
@@ -47,14 +46,12 @@ FIRST_BYTES = 1 << 20
 # One GET of a sequential reader: long enough to make requests cheap, short
 # enough for several to run in parallel.
 PART = 8 << 20
+# A peak of `Demand` is remembered at least this long, and at most twice as long.
+DEMAND_PERIOD_S = 0.25
 
 
 class NotKeptError(Exception):
     """The cache has no room or fails; the caller must read past the cache."""
-
-
-def _ignore(_: Download) -> None:
-    """Do nothing when a download has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,13 +62,14 @@ class Download:
     interested prefetches and jobs. Unless a reader waits, the download evicts no file used at or
     after `keep_used_since` (seconds since the epoch; inf: no file is protected, -inf: only files of
     less value than one fetched ahead may be evicted). `on_end` is called at the download's end.
+    The bytes before `waited_to` are those that readers have waited for.
     """
 
     file: CacheFile
     start: int
     stop: int
     keep_used_since: float = math.inf
-    on_end: Callable[[Download], None] = _ignore
+    on_end: Callable[[Download], None] | None = None
     position: int = field(init=False)
     waited_to: int = field(init=False)
     since: float = field(default_factory=time.monotonic)
@@ -102,13 +100,8 @@ class Download:
         for _, event in self._waiters:
             event.set()
         self._waiters = []
-        self.on_end(self)
-
-    def note_wait(self, start: int, stop: int) -> int:
-        """Note a wait for [start, stop); return how many of its bytes no reader awaited before."""
-        new = max(0, stop - max(start, self.waited_to))
-        self.waited_to = max(self.waited_to, stop)
-        return new
+        if self.on_end is not None:
+            self.on_end(self)
 
     async def reach(self, position: int) -> None:
         """Wait until the bytes before `position` have arrived, or the download has ended."""
@@ -135,6 +128,41 @@ class Download:
     def cancel_if_unwanted(self) -> None:
         if not self.demanded and not self.wanted and not self.is_done:
             self.cancel_scope.cancel()
+
+
+class Demand:
+    """Counts the downloads that readers wait for. `clock` gives monotonic seconds.
+
+    A busy daemon sees only some of its readers wait at any moment, because it has not received the
+    other readers' requests yet. The recent peak shows the real number.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0
+        self._clock = clock
+        self._since = clock()
+        # The highest `count` of this period, and of the period before.
+        self._most = self._most_before = 0
+
+    def change(self, by: int) -> None:
+        """Add `by`, which may be negative, to the number of downloads that readers wait for."""
+        self.count += by
+        self._begin_period()
+        self._most = max(self._most, self.count)
+
+    @property
+    def peak(self) -> int:
+        """The highest recent number of downloads that readers waited for at a time."""
+        self._begin_period()
+        return max(self._most, self._most_before)
+
+    def _begin_period(self) -> None:
+        now = self._clock()
+        passed_s = now - self._since
+        if passed_s >= DEMAND_PERIOD_S:
+            self._most_before = self._most if passed_s < 2 * DEMAND_PERIOD_S else self.count
+            self._most = self.count
+            self._since = now
 
 
 class Downloader:
@@ -202,7 +230,8 @@ class Downloader:
             running = self.find(file, missing[0])
             download = running or self._demand(file, *missing)
             until = min(stop, download.stop)
-            self.waited_bytes += download.note_wait(missing[0], until)
+            self.waited_bytes += max(0, until - max(missing[0], download.waited_to))
+            download.waited_to = max(download.waited_to, until)
             await self._wait(download, until, is_new=running is None)
             if download.error is not None and not file.present.covers(*missing):
                 raise download.error
@@ -287,7 +316,11 @@ class Downloader:
             self._cache.unpin(file)
 
     def want(
-        self, file: CacheFile, start: int, stop: int, on_end: Callable[[Download], None] = _ignore
+        self,
+        file: CacheFile,
+        start: int,
+        stop: int,
+        on_end: Callable[[Download], None] | None = None,
     ) -> list[Download]:
         """Start or join downloads of the missing parts of [start, stop); return the downloads.
 
@@ -494,14 +527,10 @@ class FileSink:
         """Do a small disk operation in the event loop if the disk is quick, else in a thread."""
         with stage(WaitCause.CACHE_DISK):
             if self._latency.is_quick:
-                return self._timed(work, is_in_loop=True)
-            return await trio.to_thread.run_sync(lambda: self._timed(work, is_in_loop=False))
-
-    def _timed(self, work: Callable[[], T], *, is_in_loop: bool) -> T:
-        began = self._latency.begin()
-        result = work()
-        self._latency.end(began, is_in_loop=is_in_loop)
-        return result
+                return self._latency.timed(work, is_in_loop=True)
+            return await trio.to_thread.run_sync(
+                partial(self._latency.timed, work, is_in_loop=False)
+            )
 
     def arrived(self, stop: int, sums: Sequence[tuple[int, int, int]]) -> None:
         download = self._download

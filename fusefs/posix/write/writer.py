@@ -502,15 +502,12 @@ class Writer(MountPart):
         # Past writes tell if the disk is quick, as ext4 refuses RWF_NOWAIT.
         if not self._disk_latency.is_quick:
             return 0
-        began = self._disk_latency.begin()
         try:
-            return os.pwrite(fd, data, offset)
+            return self._disk_latency.timed(lambda: os.pwrite(fd, data, offset), is_in_loop=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return 0
-        finally:
-            self._disk_latency.end(began, is_in_loop=True)
 
     async def _write_later(
         self, staged: StagedFile, offset: int, data: bytes, owner: int, rebases: int | None

@@ -37,10 +37,11 @@ class Machine:
         self.latency = DiskLatency()
 
     def write(self, took_s: float, *, is_in_loop: bool, sleeps: int = 1) -> None:
-        began = self.latency.begin()
-        self.now += took_s
-        self.sleeps += sleeps
-        self.latency.end(began, is_in_loop=is_in_loop)
+        def access() -> None:
+            self.now += took_s
+            self.sleeps += sleeps
+
+        self.latency.timed(access, is_in_loop=is_in_loop)
 
     def wait_until_quick(self) -> float:
         waited = 0.0

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from fusefs.cache.readahead.demand import PERIOD_S, Demand
+from fusefs.cache.downloader import DEMAND_PERIOD_S, Demand
 from fusefs.cache.readahead.path_meter import GAIN, IDLE_S, LEAST_WIDTH, DownloadMeter, PathMeter
 from tests.support.clock import Clock
 
@@ -132,12 +132,12 @@ def test_readers_that_have_just_been_answered_count_for_a_while() -> None:
     for by in (1, 1, 1, -1, -1, -1):
         demand.change(by)
     assert (demand.count, demand.peak) == (0, 3)
-    now = 1.5 * PERIOD_S
+    now = 1.5 * DEMAND_PERIOD_S
     demand.change(1)
     assert (demand.count, demand.peak) == (1, 3), "the most of the period before"
-    now = 3 * PERIOD_S
+    now = 3 * DEMAND_PERIOD_S
     assert demand.peak == 1
     demand.change(-1)
     assert demand.peak == 1
-    now = 6 * PERIOD_S
+    now = 6 * DEMAND_PERIOD_S
     assert demand.peak == 0

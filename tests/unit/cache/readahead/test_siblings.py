@@ -9,7 +9,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from fusefs.cache import file_cache
-from fusefs.cache.readahead.demand import PERIOD_S
+from fusefs.cache.downloader import DEMAND_PERIOD_S
 from fusefs.cache.readahead.path_meter import LEAST_WIDTH
 from fusefs.cache.readahead.siblings import (
     FILES_PER_SECOND,
@@ -72,7 +72,7 @@ async def test_siblings_wait_where_many_readers_wait(
             parts.bucket.let_go()
         assert parts.downloader.demand.count == 0
         # The next open is the reason to begin, unless there were many readers a moment ago.
-        await trio.sleep(2 * PERIOD_S if beyond else 0)
+        await trio.sleep(2 * DEMAND_PERIOD_S if beyond else 0)
         siblings.opened("d/", files[FOLDER_AFTER], was_there=False)
         await eventually(lambda: len(requested_keys(parts)) >= readers + LEAST_WIDTH)
         siblings.close()
@@ -184,7 +184,7 @@ async def test_many_folders_that_had_to_wait_are_not_looked_through_at_once(tmp_
                 siblings.opened(f"d{number}/", info, was_there=False)
         assert folders.looked_at == 0
         parts.downloader.demand.change(-1000)
-        await trio.sleep(2 * PERIOD_S)
+        await trio.sleep(2 * DEMAND_PERIOD_S)
         for turns in range(1, 5):
             siblings.opened("d0/", ObjectInfo(f"other-{turns}", 1, '"1"', 0), was_there=False)
             assert folders.looked_at <= turns * FOLDERS_TURN * TURN
