@@ -189,11 +189,6 @@ class CacheFile:
         else:
             self.sums += sums
 
-    def recorded_sums(self, count: int) -> None:
-        """Drop the first `count` pending checksums, which the catalog now has."""
-        if self.sums is not None:
-            self.sums = self.sums[count:] or None
-
     def lose(self) -> None:
         """Mark all bytes as missing, but keep the generation and inode number."""
         self.present = RangeMap()

@@ -224,7 +224,8 @@ class CatalogWriter:
             file.recorded = bytes_now
             if file.used_at == row.used_at and self._used.get(file.name) is file:
                 del self._used[file.name]  # the row has the time as well
-            file.recorded_sums(len(row.sums))
+            if file.sums is not None:
+                file.sums = file.sums[len(row.sums) :] or None
 
     async def remove(self, name: str, generation: str, st_ino: int, recorded: int) -> None:
         """Remove a file's row (of `recorded` bytes) now, or with the next batch if that fails."""

@@ -129,7 +129,8 @@ class FileCache:
         # The names of discarded files: the kernel's cached pages of them may be wrong, too.
         self.discarded: set[str] = set()
         self.trouble = Trouble()
-        self._backing = backing
+        # Not `or`: without registered files `backing` is false.
+        self._backing = PassthroughFiles() if backing is None else backing
         self.evicted = 0
         self.evicted_bytes = 0
         self.evicted_unread = 0  # evicted bytes that were fetched and never read
@@ -264,20 +265,13 @@ class FileCache:
         self.residency.leave(file)
         self._catalog_writer.forget(file)
         if not file.pins:
-            self._let_go(file)  # it may still be registered from when programs had it open
+            self._backing.drop(file)  # it may still be registered from when programs had it open
         if file.generation:
-            self._unlink(file)
+            try:
+                self.disk.drop(file.name, file.generation)
+            except OSError as error:
+                self.warn(error.strerror or str(error))
             self._catalog_writer.lost(file)
-
-    def _let_go(self, file: CacheFile) -> trio.Event | None:
-        """End a file's passthrough registration, if any; return an event for its end, or None."""
-        return self._backing.drop(file) if self._backing is not None else None
-
-    def _unlink(self, file: CacheFile) -> None:
-        try:
-            self.disk.drop(file.name, file.generation)
-        except OSError as error:
-            self.warn(error.strerror or str(error))
 
     def discard(self, file: CacheFile) -> None:
         """Drop a file that has wrong bytes (integrity/verify.py); its version is fetched again.
@@ -321,8 +315,14 @@ class FileCache:
         return file.is_kept
 
     async def _open(self, file: CacheFile) -> None:
+        opening = partial(open_or_create, self.disk, self._catalog, file)
         try:
-            found = await self._open_or_create(file)
+            try:
+                found = await trio.to_thread.run_sync(opening, limiter=self._threads)
+            except sqlite3.Error as error:
+                if not await self._catalog_writer.recover_from(error):
+                    raise
+                found = await trio.to_thread.run_sync(opening, limiter=self._threads)
         except sqlite3.Error as error:
             why = OSError(errno.EIO, f"its catalog can't be read ({error})")
             self.disable(file, why, for_now=True)
@@ -339,15 +339,6 @@ class FileCache:
         if found.sums:
             self._summed(file, list(found.sums))
 
-    async def _open_or_create(self, file: CacheFile) -> OpenFile:
-        opening = partial(open_or_create, self.disk, self._catalog, file)
-        try:
-            return await trio.to_thread.run_sync(opening, limiter=self._threads)
-        except sqlite3.Error as error:
-            if not await self._catalog_writer.recover_from(error):
-                raise
-        return await trio.to_thread.run_sync(opening, limiter=self._threads)
-
     def keep_open(self, file: CacheFile, nursery: trio.Nursery) -> None:
         """Keep a prefetched file open for a while, so that compiled code can answer its first open.
 
@@ -358,14 +349,15 @@ class FileCache:
             self._kept_open[file] = time.monotonic() + KEEP_OPEN_S
             if len(self._kept_open) > MOST_KEPT_OPEN:
                 self._end_keeping_open(1)
-        if self._backing is not None and self._backing.is_on:
+        if self._backing.is_on:
             self.pin_again(file)
             self._backing.gathered.append(file)
             if len(self._backing.gathered) == 1:
-                nursery.start_soon(self._register_ahead, self._backing)
+                nursery.start_soon(self._register_ahead)
 
-    async def _register_ahead(self, backing: PassthroughFiles) -> None:
+    async def _register_ahead(self) -> None:
         """Register prefetched files by few messages to the keeper: each wakes two processes."""
+        backing = self._backing
         while files := backing.gathered[:MOST_AT_ONCE]:
             if len(files) < MOST_AT_ONCE:
                 await trio.sleep(GATHER_S)
@@ -492,7 +484,7 @@ class FileCache:
 
     def _rename(self, file: CacheFile, name: str) -> None:
         if (rival := self.by_name.get(name)) is not None:
-            self._let_go(rival)
+            self._backing.drop(rival)
             self.pin_again(rival)
             rival.is_ours = False
             self.unpin(rival)
@@ -530,7 +522,7 @@ class FileCache:
                     self._end_keeping_open(sum(until <= now for until in self._kept_open.values()))
                     await self._catalog_writer.sync(SYNC_AFTER_S)
                     self.order.note_time(steady_time())
-                    await self.residency.unload(self._let_go)
+                    await self.residency.unload(self._backing.drop)
                 await self._catalog_writer.record(is_full=True)
                 await self._catalog_writer.touch()
 
@@ -616,7 +608,7 @@ class FileCache:
         self.residency.leave(file)
         if file.is_opening:
             return -1  # a rename that waited for an earlier eviction of the file is next
-        let_go = self._let_go(file)
+        let_go = self._backing.drop(file)
         generation, st_ino = file.generation, file.st_ino
         size, unread = file.present.total, file.unread
         fd: int | None = None
