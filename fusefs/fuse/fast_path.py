@@ -29,25 +29,7 @@ logger = logging.getLogger("fusefs.session")
 MOST_AT_ONCE = 512
 
 
-class _Updates(trio.abc.Instrument):
-    """Calls `FastPathReader.update` before each step of any task except the receiving task."""
-
-    def __init__(self, warm: FastPathReader, receiver: trio.lowlevel.Task) -> None:
-        self._warm = warm
-        self._receiver = receiver
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self._receiver:
-            return
-        try:
-            self._warm.update()
-        except BaseException:
-            # trio would continue without this instrument. The next process reads the journal.
-            logger.critical("a fault in fusefs", exc_info=True)
-            os._exit(1)
-
-
-class FastPathReader:
+class FastPathReader(trio.abc.Instrument):
     """Reads one mount's requests and lets compiled code answer some. Belongs to the event loop.
 
     `receive` leaves a request for Python in the request buffer. After `receive`, `update` must be
@@ -84,17 +66,29 @@ class FastPathReader:
         )
         self._busy_poll = BusyPoll()
         self._left = MOST_AT_ONCE
+        self._receiver: trio.lowlevel.Task | None = None
 
     @contextmanager
     def updated_first(self) -> Iterator[None]:
         """Call `update` before each step of other tasks while this task receives in the block."""
-        instrument = _Updates(self, trio.lowlevel.current_task())
-        trio.lowlevel.add_instrument(instrument)
+        self._receiver = trio.lowlevel.current_task()
+        trio.lowlevel.add_instrument(self)
         try:
             yield
         finally:
-            trio.lowlevel.remove_instrument(instrument)
+            trio.lowlevel.remove_instrument(self)
             self.update()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        """Call `update`, unless the step is of the receiving task."""
+        if task is self._receiver:
+            return
+        try:
+            self.update()
+        except BaseException:
+            # trio would continue without this instrument. The next process reads the journal.
+            logger.critical("a fault in fusefs", exc_info=True)
+            os._exit(1)
 
     def begin(self) -> bool:
         """Allow compiled code another `MOST_AT_ONCE` requests, after other tasks have run.
