@@ -89,9 +89,8 @@ class Directory:
         """True if all names of the directory are known, and relied on at `now`."""
         at: str | None = ""
         for segment in self.segments:
-            if at is None or segment.start > at or segment.doubtful:
-                return False
-            if min(segment.sure_until, segment.expires) <= now:
+            is_whole = at is not None and segment.start <= at and not segment.doubtful
+            if not is_whole or segment.sure_until <= now:
                 return False
             at = segment.stop
         return at is None

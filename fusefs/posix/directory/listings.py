@@ -195,7 +195,7 @@ class Directories:
                     await event.wait()
                 continue
             known = directory.behind(position)
-            if known is not None and known.doubtful and _valid_until(known) > valid_since:
+            if known is not None and known.doubtful and known.sure_until > valid_since:
                 await self._look_up_doubtful(directory, known)
                 continue
             return await self._load(directory, position, resolve_doubts=True)
@@ -205,11 +205,11 @@ class Directories:
     ) -> Segment | None:
         """Return the cached segment with the entries behind a position; None: request it first."""
         segment = directory.behind(position)
-        if segment is None or segment.doubtful or _valid_until(segment) <= valid_since:
+        if segment is None or segment.doubtful or segment.sure_until <= valid_since:
             return None
         if (stop := segment.stop) is not None:
             following = directory.behind(stop)
-            is_known = following is not None and _valid_until(following) > valid_since
+            is_known = following is not None and following.sure_until > valid_since
             if not is_known and stop not in directory.loading:
                 directory.loading[stop] = trio.Event()
                 self.nursery.start_soon(run_ahead, self._load, directory, stop)
@@ -478,8 +478,3 @@ class Directories:
             # What the mount expects will be put back soon, and is shown meanwhile.
             found = self._store.unanswered.expected_below(key).get(key)
         return found or ABSENT, expires
-
-
-def _valid_until(segment: Segment) -> float:
-    """The time until which a directory stream may begin to use a segment."""
-    return min(segment.expires, segment.sure_until)

@@ -58,10 +58,10 @@ class Segment:
     """All names of a directory at positions in (start, stop].
 
     `stop` None is the directory's end. Times are seconds of the monotonic clock: names are shown
-    until `expires`; opens, missing names and streams rely on the segment until `sure_until`,
-    `belief` seconds after its request at `fetched` (freshness.py). `hidden` has the files hidden
-    by directories of the same name, by this name (None: such a file may exist). `has_hidden`:
-    some keys of the page are not shown, those of `hidden` or others.
+    until `expires`; opens, missing names and streams rely on the segment until `sure_until`, which
+    is not later: `belief` seconds after its request at `fetched` (freshness.py). `hidden` has the
+    files hidden by directories of the same name, by this name (None: such a file may exist).
+    `has_hidden`: some keys of the page are not shown, those of `hidden` or others.
     """
 
     start: str

@@ -117,16 +117,16 @@ class HeadCache:
         # them up again, more often than attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
 
-    def needs_head(self, inode: Inode) -> bool:
-        """True if a HEAD is needed before an inode's attributes are shown."""
+    def needs_head(self, inode: Inode, assumed: Assumed | None = None) -> bool:
+        """True if a HEAD is needed before an inode's attributes are shown.
+
+        `assumed` is what `self.assumed` says of the inode's directory, None to look it up.
+        """
         if inode.meta is not None:
             return False
         if inode.parent is None:
             return not self.asks_less and self.lacks(inode)
-        return self.needs_head_of(inode, self.assumed(inode.parent))
-
-    def needs_head_of(self, inode: Inode, assumed: Assumed) -> bool:
-        """True if an inode's attributes need a HEAD, given what is `assumed` of the directory."""
+        assumed = assumed or self.assumed(inode.parent)
         may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
         until = assumed.links if may_be_link else assumed.others
         is_asked = _modified_ns(inode) > until
@@ -370,7 +370,14 @@ class HeadCache:
     async def _run(self, head: PendingHead) -> None:
         try:
             with head.work.doing():
-                head.info = await self._request(head.key)
+                try:
+                    head.info = await self._store.head(head.key)
+                except NotFoundError:
+                    if not self._store.unanswered.has_undone(head.key, None):
+                        raise
+                    # A late request has removed the object.
+                    await self._store.unanswered.restored(head.key)
+                    head.info = await self._store.head(head.key)
             self._observe(head.info)
         except StoreError as error:
             if isinstance(error, NotFoundError) and head.key.endswith("/"):
@@ -379,15 +386,6 @@ class HeadCache:
                 head.error = error
         finally:
             head.done.set()
-
-    async def _request(self, key: str) -> ObjectInfo:
-        try:
-            return await self._store.head(key)
-        except NotFoundError:
-            if not self._store.unanswered.has_undone(key, None):
-                raise
-        await self._store.unanswered.restored(key)  # a late request has removed the object
-        return await self._store.head(key)
 
     def _observe(self, info: ObjectInfo) -> Meta:
         """Return an object's attributes, and tell the policy whether the object has any."""

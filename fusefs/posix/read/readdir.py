@@ -212,10 +212,10 @@ class DirectoryStreams(MountPart):
             if not buffer.takes_names or (buffer.is_plus and not inodes.is_full):
                 inode, is_bare = inodes.resolve(parent, name, entry), False
                 if buffer.is_plus and (entry is None or entry.mtime_ns > plain_until):
-                    is_bare = heads.needs_head_of(inode, assumed)
+                    is_bare = heads.needs_head(inode, assumed)
                 if not inode.is_current:  # the inode was a link shown as a file
                     inode = inodes.resolve(parent, name, entry)
-                    is_bare = heads.needs_head_of(inode, assumed)
+                    is_bare = heads.needs_head(inode, assumed)
             # The size of a staged file may change at any time, so its attributes are not cached.
             if inode is None or (buffer.takes_names and (is_bare or inode.staged is not None)):
                 has_room = self._add_name(parent, name, entry, assumed, offset, buffer)

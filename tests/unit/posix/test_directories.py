@@ -198,7 +198,7 @@ async def test_a_stream_tells_each_name_once_where_no_segment_is_kept_for_the_ne
         for segment in list(directories.get("").segments):
             for at in filter(None, (segment.start, segment.stop)):
                 for known in list(directories.get("").segments):
-                    known.expires = 0.0
+                    known.distrust()
                 behind = [name for name, _ in await stream(directories, "", at)]
                 assert behind == sorted(
                     (name for name in expected(keys, "") if position(name) > at), key=position
