@@ -50,7 +50,7 @@ class FastPathReader(trio.abc.Instrument):
         self._times = times
         self._log = log
         cache, handles = operations.cache, operations.handles
-        self._compiled = _fast_path.FastPath(
+        self.compiled = _fast_path.FastPath(
             fd,
             request,
             reply,
@@ -99,23 +99,13 @@ class FastPathReader(trio.abc.Instrument):
         self._left = MOST_AT_ONCE
         return self._log.plain_log is not None
 
-    @property
-    def requests(self) -> int:
-        """The number of requests that compiled code has answered."""
-        return self._compiled.requests
-
-    @property
-    def polled_s(self) -> float:
-        """The time spent on polling for requests, in seconds."""
-        return float(self._compiled.polled_ns / 1e9)
-
     def receive(self, *, may_poll: bool) -> int | None:
         """Read requests until one is for Python; return its size, 0 if other tasks must run first.
 
         Returns None if no request is there, nor comes during a poll (if `may_poll`). Raises the
         OSError of read(2).
         """
-        compiled = self._compiled
+        compiled = self.compiled
         poll_ns = LONGEST_NS if may_poll and self._busy_poll.is_worth_it() else 0
         polled, hits, polled_ns = compiled.polled, compiled.hits, compiled.polled_ns
         outcome = compiled.serve(self._log.plain_log, self._left, poll_ns)
@@ -132,19 +122,19 @@ class FastPathReader(trio.abc.Instrument):
 
     def update(self) -> None:
         """Bring Python's tables up to date with the requests that compiled code has answered."""
-        taken = self._compiled.take()
+        taken = self.compiled.take()
         if taken is None:
             return
         counts, timed, opened, read_bytes, refused, lost = taken
         times, operations = self._times, self._operations
-        period = self._compiled.period
+        period = self.compiled.period
         for opcode, count in counts:
             times.counts[opcode] += count
         if timed:
             times.timed(timed, period)
         for opcode, count in refused:
             times.refused(opcode, count)
-        self._compiled.period = times.period
+        self.compiled.period = times.period
         operations.counters.cache_bytes += read_bytes
         for inode, file, fh, backing_id, flags, unique, is_closed in opened:
             if inode is None:

@@ -161,12 +161,12 @@ class Session:
     @property
     def compiled_requests(self) -> int | None:
         """The number of requests that compiled code has answered; None without the fast path."""
-        return self._warm.requests if self._warm is not None else None
+        return self._warm.compiled.requests if self._warm is not None else None
 
     @property
     def polled_s(self) -> float:
         """The time that compiled code has spent on polling for requests, in seconds."""
-        return self._warm.polled_s if self._warm is not None else 0.0
+        return self._warm.compiled.polled_ns / 1e9 if self._warm is not None else 0.0
 
     @property
     def waiting(self) -> list[WaitingRequest]:

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from fusefs.fuse import protocol
@@ -48,8 +49,8 @@ class WriteHandlers:
             Opcode.SYMLINK: self._symlink,
             Opcode.UNLINK: self._unlink,
             Opcode.RMDIR: self._rmdir,
-            Opcode.RENAME: self._rename,
-            Opcode.RENAME2: self._rename2,
+            Opcode.RENAME: partial(self._rename, layout=protocol.RENAME_IN),
+            Opcode.RENAME2: partial(self._rename, layout=protocol.RENAME2_IN),
             Opcode.SETATTR: self._setattr,
             Opcode.SETXATTR: self._setxattr,
             Opcode.REMOVEXATTR: self._removexattr,
@@ -100,18 +101,11 @@ class WriteHandlers:
     def _rmdir(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
         return _done(self._mutations.rmdir(nodeid, bytes(body[:-1]), caller))
 
-    def _rename(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        (to,) = protocol.RENAME_IN.unpack_from(body)
-        return self._renamed(nodeid, to, 0, body[protocol.RENAME_IN.size :], caller)
-
-    def _rename2(self, nodeid: int, body: memoryview, caller: Caller) -> Result:
-        to, flags, _ = protocol.RENAME2_IN.unpack_from(body)
-        return self._renamed(nodeid, to, flags, body[protocol.RENAME2_IN.size :], caller)
-
-    def _renamed(
-        self, nodeid: int, to: int, flags: int, both: memoryview, caller: Caller
+    def _rename(
+        self, nodeid: int, body: memoryview, caller: Caller, *, layout: protocol.Layout
     ) -> Result:
-        name, new_name, _ = bytes(both).split(b"\0")
+        to, flags, *_ = *layout.unpack_from(body), 0  # RENAME has no flags
+        name, new_name, _ = bytes(body[layout.size :]).split(b"\0")
         return _done(self._mutations.rename(nodeid, name, to, new_name, flags, caller))
 
     # Attributes

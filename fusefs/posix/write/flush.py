@@ -248,9 +248,7 @@ class Flusher(MountPart):
             staged.state = FileState.UNLINKED
             self._staging.try_record(staged)
             if inode.is_current:
-                assert inode.parent is not None
-                self._inodes.mark_replaced(inode)
-                self._directories.changed(self._inodes.key(inode.parent), inode.name, inode.object)
+                self._give_name_to(inode.object, inode)
         if inode.staged is staged and not inode.is_open:
             self._release(staged)
 
@@ -397,30 +395,31 @@ class Flusher(MountPart):
     def _kept_apart(self, staged: StagedFile, info: ObjectInfo, theirs: ObjectInfo | None) -> None:
         """Rename a node to its upload `info`; its old name shows `theirs` (None: no object)."""
         inode = staged.inode
-        assert inode.parent is not None
         self.exclusive.lost(staged.creator or 0)
-        prefix, name = self._inodes.key(inode.parent), inode.name
         # Until the kernel opens the node, it still takes the old name for this node.
-        self._inodes.mark_replaced(inode)
-        inode.name = info.key[len(prefix) :]
-        parent, number = inode.parent, inode.ino
-        self._inodes.numbers.moved(parent, name, parent, inode.name, number, is_directory=False)
-        self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
+        parent = self._give_name_to(theirs, inode)
+        name, inode.name = inode.name, split_key(info.key)[1]
+        self._inodes.numbers.moved(parent, name, parent, inode.name, inode.ino, is_directory=False)
         self.landed(staged, info)
 
     def _set_aside(self, staged: StagedFile, theirs: ObjectInfo | None) -> None:
         """Let a file's name show `theirs` (None: no object); keep new content on the local disk."""
         inode = staged.inode
-        assert inode.parent is not None
-        prefix, name = self._inodes.key(inode.parent), inode.name
-        self._inodes.mark_replaced(inode)
-        self._directories.changed(prefix, name, ABSENT if theirs is None else theirs)
+        self._give_name_to(theirs, inode)
         if not staged.is_content_dirty:
             self._return_to_cache(staged)
             return
         kept = self._staging.set_aside(staged)
         logger.error("%s is what the bucket has: what was written to it is in %s", staged.key, kept)
         self._inodes.drop_unknown(inode)
+
+    def _give_name_to(self, theirs: ObjectInfo | None, inode: Inode) -> Inode:
+        """Let a node's name stand for `theirs` (None: no object) instead; return its directory."""
+        assert inode.parent is not None
+        self._inodes.mark_replaced(inode)
+        shown = ABSENT if theirs is None else theirs
+        self._directories.changed(self._inodes.key(inode.parent), inode.name, shown)
+        return inode.parent
 
     def _has(self, inode: Inode, info: ObjectInfo) -> None:
         """Make a node stand for a version that this mount has put into the bucket."""

@@ -349,7 +349,7 @@ async def test_other_tasks_have_their_turn(tmp_path: Path, monkeypatch: pytest.M
 
         async def other() -> None:
             while not is_done:
-                turns.append(warm.requests)
+                turns.append(warm.compiled.requests)
                 await trio.lowlevel.checkpoint()
 
         async with trio.open_nursery() as nursery:
