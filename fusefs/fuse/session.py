@@ -109,6 +109,9 @@ class Session:
     """
 
     name = "kernel"
+    # For the tasks of requests that wait; and for the READs that the `ReplyThread` gives back.
+    _nursery: trio.Nursery
+    _token: trio.lowlevel.TrioToken
 
     def __init__(
         self,
@@ -146,8 +149,6 @@ class Session:
         if control is not None:
             self._handlers, self._control_handlers = control.tables(handlers, self._handlers)
         self._replies = ReplyThread(fd, MAX_READ, self._give_back)
-        self._nursery: trio.Nursery | None = None
-        self._token: trio.lowlevel.TrioToken | None = None
         self._warm: FastPathReader | None = None
         if has_fast_path:
             reply = _locked_memory(REPLY_SIZE)
@@ -242,11 +243,10 @@ class Session:
         async with trio.open_nursery() as watching:
             watching.start_soon(self._interrupts.run)
             async with trio.open_nursery() as nursery:
-                # For the READs that the `ReplyThread` gives back.
                 self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
                 try:
                     with self._reading:
-                        await self._serve(nursery)
+                        await self._serve()
                         is_unmounted = True
                         # The mount is gone, so no program waits for an answer any more.
                         nursery.cancel_scope.cancel()
@@ -260,20 +260,20 @@ class Session:
         """Stop reading requests; `run` returns when all requests read so far are answered."""
         self._reading.cancel()
 
-    async def _serve(self, nursery: trio.Nursery) -> None:
+    async def _serve(self) -> None:
         with self._warm.updated_first() if self._warm is not None else nullcontext():
             while True:
                 await trio.lowlevel.wait_readable(self._fd)
                 while True:
                     ACTIVITY.note()
-                    count = self._answer_batch(nursery)
+                    count = self._answer_batch()
                     if count < 0:
                         return
                     if count < BATCH:
                         break
                     await trio.lowlevel.checkpoint()
 
-    def _answer_batch(self, nursery: trio.Nursery) -> int:
+    def _answer_batch(self) -> int:
         """Read and answer up to `BATCH` requests; return their number, or -1 if unmounted."""
         warm = self._warm if self._warm is not None and self._warm.begin() else None
         for count in range(BATCH):
@@ -290,7 +290,7 @@ class Session:
                 warm.update()
             if not size:
                 break
-            self._answer(size, nursery)
+            self._answer(size)
         return BATCH
 
     def _receive(self) -> int | None:
@@ -304,7 +304,7 @@ class Session:
                 if error.errno not in (errno.ENOENT, errno.EINTR):
                     raise  # otherwise the request was interrupted before it could be read
 
-    def _answer(self, size: int, nursery: trio.Nursery) -> None:
+    def _answer(self, size: int) -> None:
         _, opcode, unique, nodeid, uid, gid, pid, extension, _ = _UNPACK_HEADER(self._buffer)
         self._requests += 1
         times = self.times
@@ -340,7 +340,7 @@ class Session:
             since = began or time.monotonic()
             waiting = WaitingRequest(opcode, nodeid, pid, since, trio.CancelScope())
             self._waiting[unique & _UNMARKED] = waiting
-            nursery.start_soon(self._answer_later, unique, waiting, result)
+            self._nursery.start_soon(self._answer_later, unique, waiting, result)
 
     def _sends(self, unique: int, at: InFile) -> bool:
         """Let the `ReplyThread` answer a READ from a file; False if the thread can't take it."""
@@ -349,11 +349,9 @@ class Session:
 
     def _give_back(self, unique: int, fh: int, offset: int, size: int) -> None:
         """Have the event loop answer a READ that the `ReplyThread` cannot. Runs in that thread."""
-        assert self._token is not None
         self._token.run_sync_soon(self._read_again, unique, fh, offset, size)
 
     def _read_again(self, unique: int, fh: int, offset: int, size: int) -> None:
-        assert self._nursery is not None
         self.times.counts[Opcode.READ] -= 1  # it was counted as answered
         handle = self._operations.handles.files.get(fh)
         nodeid = handle.inode.nodeid if handle is not None else 0
