@@ -11,9 +11,8 @@ import errno
 import logging
 import stat
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import pyfuse3
 import trio
@@ -25,7 +24,7 @@ from fusefs.posix.namespace.mutations import Mutations
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.notifier import KernelNotifier
 from fusefs.posix.operations import Operations
-from fusefs.posix.types import Answer, Caller, NameKind, NewAttributes
+from fusefs.posix.types import Caller, NameKind, NewAttributes, answered
 from fusefs.store.errors import StoreError
 from fusefs.telemetry.activity import ACTIVITY
 from fusefs.telemetry.requests import RequestTimes
@@ -33,7 +32,6 @@ from fusefs.telemetry.stalls import served
 
 logger = logging.getLogger("fusefs.session")
 
-T = TypeVar("T")
 # The most requests that are processed at a time; further requests wait in the kernel.
 MOST_TASKS = 99
 
@@ -108,7 +106,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, parent: int, name: bytes, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._request(Opcode.LOOKUP, parent, context.pid):
-            found = await _answer(self._operations.lookup(parent, name, _caller(context)))
+            found = await answered(self._operations.lookup(parent, name, _caller(context)))
             if found.inode is not None:
                 entry = self.pack(found.inode, found.valid_s)
                 if not found.has_attributes:
@@ -130,18 +128,18 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, nodeid: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._request(Opcode.GETATTR, nodeid, context.pid):
-            return self.pack(*await _answer(self._operations.getattr(nodeid)))
+            return self.pack(*await answered(self._operations.getattr(nodeid)))
 
     async def open(
         self, nodeid: int, flags: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.FileInfo:
         with self._request(Opcode.OPEN, nodeid, context.pid):
-            opened = await _answer(self._operations.open(nodeid, flags, _caller(context)))
+            opened = await answered(self._operations.open(nodeid, flags, _caller(context)))
         return pyfuse3.FileInfo(fh=opened.fh, keep_cache=opened.keep_cache)
 
     async def read(self, fh: int, offset: int, size: int) -> bytes:
         with self._request(Opcode.READ, self._opened(fh)):
-            data = await _answer(self._operations.read(fh, offset, size))
+            data = await answered(self._operations.read(fh, offset, size))
         assert isinstance(data, (bytes, bytearray, memoryview))
         # The memory of an immediate answer may be reused before libfuse sends it.
         return data if isinstance(data, bytes) else bytes(data)
@@ -155,7 +153,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         if self._operations.mutations is None or not nodeid:
             return
         with self._request(Opcode.FSYNCDIR, nodeid):
-            await _answer(self._mutations.fsync_directory(nodeid))
+            await answered(self._mutations.fsync_directory(nodeid))
 
     async def opendir(self, nodeid: int, context: pyfuse3.RequestContext) -> int:
         with self._request(Opcode.OPENDIR, nodeid, context.pid):
@@ -164,7 +162,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         with self._request(Opcode.READDIR, self._listed(fh)):
-            await _answer(self._operations.readdir(fh, start_id, _Pyfuse3Entries(self, token)))
+            await answered(self._operations.readdir(fh, start_id, _Pyfuse3Entries(self, token)))
 
     async def releasedir(self, fh: int) -> None:
         self._operations.releasedir(fh)
@@ -180,11 +178,11 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def getxattr(self, nodeid: int, name: bytes, context: pyfuse3.RequestContext) -> bytes:
         with self._request(Opcode.GETXATTR, nodeid, context.pid):
-            return await _answer(self._operations.getxattr(nodeid, name.decode(errors="replace")))
+            return await answered(self._operations.getxattr(nodeid, name.decode(errors="replace")))
 
     async def listxattr(self, nodeid: int, context: pyfuse3.RequestContext) -> list[bytes]:
         with self._request(Opcode.LISTXATTR, nodeid, context.pid):
-            return [name.encode() for name in await _answer(self._operations.listxattr(nodeid))]
+            return [name.encode() for name in await answered(self._operations.listxattr(nodeid))]
 
     # Changes. On a read-only mount the kernel sends no such requests.
 
@@ -199,7 +197,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         with self._request(Opcode.CREATE, parent, context.pid):
             made = self._mutations.create(parent, name, mode, flags, _caller(context))
-            inode, opened = await _answer(made)
+            inode, opened = await answered(made)
             return pyfuse3.FileInfo(fh=opened.fh, keep_cache=True), self.pack(inode, 0.0)
 
     async def mknod(
@@ -227,7 +225,7 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def unlink(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._request(Opcode.UNLINK, parent, context.pid):
-            await _answer(self._mutations.unlink(parent, name, _caller(context)))
+            await answered(self._mutations.unlink(parent, name, _caller(context)))
 
     async def rmdir(self, parent: int, name: bytes, context: pyfuse3.RequestContext) -> None:
         with self._request(Opcode.RMDIR, parent, context.pid):
@@ -283,16 +281,16 @@ class Pyfuse3Handlers(pyfuse3.Operations):
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         with self._request(Opcode.WRITE, self._opened(fh)):
-            return await _answer(self._mutations.writer.write(fh, offset, memoryview(data)))
+            return await answered(self._mutations.writer.write(fh, offset, memoryview(data)))
 
     async def flush(self, fh: int) -> None:
         if self._operations.writer is not None:
             with self._request(Opcode.FLUSH, self._opened(fh)):
-                await _answer(self._operations.writer.flusher.flush(fh))
+                await answered(self._operations.writer.flusher.flush(fh))
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         with self._request(Opcode.FSYNC, self._opened(fh)):
-            await _answer(self._mutations.writer.flusher.fsync(fh))
+            await answered(self._mutations.writer.flusher.fsync(fh))
 
     def pack(self, inode: Inode, valid_s: float) -> pyfuse3.EntryAttributes:
         """Convert the attributes of an inode to pyfuse3's type."""
@@ -339,11 +337,6 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.EIO) from error
         finally:
             del self.waiting[number]
-
-
-async def _answer(answer: Answer[T]) -> T:
-    """Return an operation's answer; await it if it is a coroutine."""
-    return await answer if isinstance(answer, Coroutine) else answer
 
 
 class _Pyfuse3Entries:

@@ -43,6 +43,7 @@ from fusefs.posix.types import (
     InFile,
     LookupResult,
     OpenResult,
+    answered,
 )
 from fusefs.posix.write.removals import Removals, StoreAfterRemovals
 from fusefs.posix.write.rules import Writing
@@ -234,8 +235,7 @@ class Operations:
         await self.head_cache.learn(inode)
         if was_current and not inode.is_current:
             self.opener.redirect(inode, caller)
-        answer = writer.open(inode, flags, caller)
-        return answer if isinstance(answer, OpenResult) else await answer
+        return await answered(writer.open(inode, flags, caller))
 
     async def _open_registered(
         self, writer: Writer, inode: Inode, flags: int, caller: Caller
@@ -243,10 +243,8 @@ class Operations:
         """Open a staged file for passthrough, once the kernel has its backing file registered."""
         staged = inode.staged
         if not await writer.sharing.register(inode) and inode.staged is staged:
-            answer = writer.open(inode, flags, caller)
-        else:
-            answer = self.open(inode.nodeid, flags, caller)
-        return answer if isinstance(answer, OpenResult) else await answer
+            return await answered(writer.open(inode, flags, caller))
+        return await answered(self.open(inode.nodeid, flags, caller))
 
     def read(
         self, fh: int, offset: int, size: int, *, in_file: bool = False

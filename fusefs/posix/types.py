@@ -20,6 +20,11 @@ _USERS = 1 << 31
 Answer: TypeAlias = Result | Coroutine[Any, Any, Result]
 
 
+async def answered(answer: Answer[Result]) -> Result:
+    """Return an operation's answer; await it if it is a coroutine."""
+    return await answer if isinstance(answer, Coroutine) else answer
+
+
 @dataclass(slots=True)
 class Caller:
     """The sender of a request: the request's id (`unique`), the user, the group and the thread.

@@ -14,7 +14,7 @@ import errno
 
 from fusefs.posix.metadata.head_cache import HeadCache
 from fusefs.posix.nodes.inode_table import Inode, InodeTable
-from fusefs.posix.types import Answer
+from fusefs.posix.types import Answer, answered
 from fusefs.store.contract import Store
 from fusefs.store.interface import ObjectInfo
 
@@ -51,8 +51,7 @@ class Xattrs:
 
     async def _get_learned(self, inode: Inode, name: str) -> bytes:
         await self._head_cache.learn(inode)
-        answer = self.get(inode, name)
-        return answer if isinstance(answer, bytes) else await answer
+        return await answered(self.get(inode, name))
 
     def names(self, inode: Inode) -> Answer[tuple[str, ...]]:
         """Return the names of attributes that programs have set; needs no HEAD after a stat."""

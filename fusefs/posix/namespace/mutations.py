@@ -27,7 +27,7 @@ from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import MOST_NS, PERMISSIONS, Meta
 from fusefs.posix.nodes.prefix_lock import Name
 from fusefs.posix.tasks import run_uncancelled
-from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult
+from fusefs.posix.types import Answer, Caller, NewAttributes, OpenResult, answered
 from fusefs.posix.write.writer import Writer
 
 Result = TypeVar("Result")
@@ -238,8 +238,8 @@ class Mutations(MountPart):
         if not stat.S_ISREG(mode):
             raise OSError(errno.EPERM, "a bucket has no devices, pipes and sockets")
         flags = os.O_WRONLY | os.O_EXCL
-        answer = self.create(parent_id, name, mode, flags, caller, is_reserved=True)
-        inode, opened = answer if isinstance(answer, tuple) else await answer
+        made = self.create(parent_id, name, mode, flags, caller, is_reserved=True)
+        inode, opened = await answered(made)
         self._release(opened.fh)
         return inode
 

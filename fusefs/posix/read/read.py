@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Coroutine
 
 import trio
 
@@ -22,7 +21,7 @@ from fusefs.posix.mount_state import MountPart, MountState
 from fusefs.posix.nodes.edit_base import EditBase
 from fusefs.posix.nodes.handles import FileHandle
 from fusefs.posix.nodes.inode import StagedFile
-from fusefs.posix.types import Answer, InFile
+from fusefs.posix.types import Answer, InFile, answered
 from fusefs.posix.write.sparse_edit import SparseEditor
 from fusefs.store.errors import NotFoundError, StaleVersionError
 from fusefs.telemetry.stalls import WaitCause, stage
@@ -72,9 +71,9 @@ class Reader(MountPart):
     async def read_again(self, fh: int, offset: int, size: int) -> memoryview | bytes | bytearray:
         """Read the bytes of a READ that `read` has counted, and answered with an `InFile`."""
         handle = self._handles.files.get(fh)
+        data: memoryview | bytes | bytearray | InFile
         if handle is None or handle.inode.staged is not None:
-            answer = self.read(fh, offset, size)
-            data = await answer if isinstance(answer, Coroutine) else answer
+            data = await answered(self.read(fh, offset, size))
         elif (there := self._read_now(handle.file, offset, size)) is not None:
             return there  # the cache's file system has just turned out to lack RWF_NOWAIT
         else:

@@ -24,7 +24,7 @@ from fusefs.posix.nodes.handles import DirectoryHandle
 from fusefs.posix.nodes.inode_table import Inode
 from fusefs.posix.nodes.object_metadata import LONGEST_TARGET
 from fusefs.posix.nodes.offsets import base_of, code_of, divided
-from fusefs.posix.types import Answer, Caller, DirectoryBuffer, NameKind
+from fusefs.posix.types import Answer, Caller, DirectoryBuffer, NameKind, answered
 
 # The offsets of "." and ".." in a directory stream.
 DOT, DOT_DOT = 2, 3
@@ -78,8 +78,7 @@ class DirectoryStreams(MountPart):
     ) -> None:
         handle.position = await self._find(handle, offset)
         handle.offset = offset
-        if (answer := self.read(handle.fh, offset, buffer)) is not None:
-            await answer
+        await answered(self.read(handle.fh, offset, buffer))
 
     async def _find(self, handle: DirectoryHandle, offset: int) -> str:
         """Return the `names.position` of the entry with an offset; EINVAL for an unknown offset.
