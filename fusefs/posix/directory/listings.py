@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from weakref import WeakValueDictionary
 
 import trio
@@ -38,7 +38,7 @@ from fusefs.posix.directory.segment import (
     segment_from,
     start_after,
 )
-from fusefs.posix.directory.walk import Expect, Walk, Walks, run_ahead
+from fusefs.posix.directory.walk import Walk, Walks, run_ahead
 from fusefs.posix.nodes import names
 from fusefs.posix.nodes.inode_table import InodeTable
 from fusefs.posix.nodes.temporary_names import is_temporary
@@ -105,6 +105,8 @@ class Directories:
         # All segments, the most recently used one last, for dropping the first.
         self._by_use: OrderedDict[int, tuple[Directory, Segment]] = OrderedDict()
         self._entries = 0
+        # Called with each directory that a program will probably read soon, and its segment.
+        self.expect: Callable[[str, Segment], None] = lambda _prefix, _segment: None
 
     def __len__(self) -> int:
         return len(self._known)
@@ -170,24 +172,19 @@ class Directories:
         return (ABSENT, 0.0) if found is None else (found, until)
 
     async def segment_behind(
-        self,
-        directory: Directory,
-        position: str,
-        valid_since: float,
-        expect: Expect = lambda _prefix, _segment: None,
+        self, directory: Directory, position: str, valid_since: float
     ) -> Segment:
         """Return the segment with the entries behind a position, for a directory stream.
 
-        A segment is used if it was still relied on at `valid_since`. `expect` is called with the
-        directories that a program will probably walk through, and their segments.
+        A segment is used if it was still relied on at `valid_since`.
         """
         while True:
-            segment = self.segment_now(directory, position, valid_since, expect)
+            segment = self.segment_now(directory, position, valid_since)
             if segment is not None:
                 return segment
             if not position:
                 known_before = directory.additions
-                await self._walks.step(directory.prefix, expect)
+                await self._walks.step(directory.prefix)
                 if directory.additions != known_before:
                     continue  # the walk has filled the directory
             if (event := directory.loading.get(position)) is not None:
@@ -201,7 +198,7 @@ class Directories:
             return await self._load(directory, position, resolve_doubts=True)
 
     def segment_now(
-        self, directory: Directory, position: str, valid_since: float, expect: Expect
+        self, directory: Directory, position: str, valid_since: float
     ) -> Segment | None:
         """Return the cached segment with the entries behind a position; None: request it first."""
         segment = directory.behind(position)
@@ -215,7 +212,7 @@ class Directories:
                 self.nursery.start_soon(run_ahead, self._load, directory, stop)
         elif directory.walk is not None:
             walk, directory.walk = directory.walk, None
-            self._walks.go_on(walk, expect)
+            self._walks.go_on(walk)
         return segment
 
     async def look_again(self, directory: Directory) -> Segment:
@@ -338,12 +335,12 @@ class Directories:
 
     def _fill(
         self, walk: Walk, prefix: str, page: ListPage, fetched: float, has_own_key: bool
-    ) -> Segment:
+    ) -> None:
         directory = self.get(prefix)
         segment = self._absorb(directory, "", page, fetched)
         segment.has_hidden = segment.has_hidden or not has_own_key
         directory.walk = walk
-        return segment
+        self.expect(prefix, segment)
 
     async def _load_around(self, directory: Directory, name: str) -> None:
         """Load the page known to cover a name, or one from the name on, or wait for one under way.

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import trio
 
 from fusefs.posix.directory.pending_changes import PendingChanges
-from fusefs.posix.directory.segment import Segment
 from fusefs.posix.nodes.names import parent_of, split_key
 from fusefs.store.contract import Store
 from fusefs.store.errors import AccessDeniedError, StoreError
@@ -34,10 +33,6 @@ MOST_BEGUN = 1000
 # Two pages are merged for a folder if at most this time lies between them, and all of this
 # mount's changes since the first page are known by name (pending_changes.py).
 MOST_APART_S = 60.0
-
-
-# Called with each directory that a program will probably read soon, and its segment.
-Expect = Callable[[str, Segment], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +66,8 @@ class Walk:
 class Walks:
     """Recognises programs that go from folder to folder below `top`, and lists folders ahead.
 
-    `fill(walk, prefix, page, fetched, has_own_key)` takes the listing of one whole folder and
-    returns its segment; `has_own_key`: the listing includes the folder's marker, if there is one.
+    `fill(walk, prefix, page, fetched, has_own_key)` takes the listing of one whole folder;
+    `has_own_key`: the listing includes the folder's marker, if there is one.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class Walks:
         store: Store,
         nursery: trio.Nursery,
         local: PendingChanges,
-        fill: Callable[..., Segment],
+        fill: Callable[[Walk, str, ListPage, float, bool], None],
         top: str,
     ) -> None:
         self._store = store
@@ -90,7 +85,7 @@ class Walks:
         self._fill = fill
         self._walks: OrderedDict[str, Walk] = OrderedDict()
 
-    async def step(self, prefix: str, expect: Expect) -> None:
+    async def step(self, prefix: str) -> None:
         """Note the read of an uncached directory; in a walk, return after a flat page is loaded."""
         if len(prefix) <= len(self._top):
             return  # the mount may not be allowed to list keys outside its prefix
@@ -107,16 +102,16 @@ class Walks:
                 await walk.loading.wait()
         else:
             # All keys in the directory come behind its own key, which stands for no name.
-            await self._load(walk, Start(prefix), expect)
+            await self._load(walk, Start(prefix))
 
-    def go_on(self, walk: Walk, expect: Expect) -> None:
+    def go_on(self, walk: Walk) -> None:
         """Start to load a walk's next flat page, unless that is under way."""
         if walk.next is not None and walk.loading is None:
             start, walk.next = walk.next, None
             walk.loading = trio.Event()
-            self._nursery.start_soon(run_ahead, self._load, walk, start, expect)
+            self._nursery.start_soon(run_ahead, self._load, walk, start)
 
-    async def _load(self, walk: Walk, start: Start, expect: Expect) -> None:
+    async def _load(self, walk: Walk, start: Start) -> None:
         """Load a flat page from `start` on, and cache the listings that the page completes."""
         if walk.loading is None:
             walk.loading = trio.Event()
@@ -140,7 +135,7 @@ class Walks:
                     is_apart = fetched - since > MOST_APART_S
                     is_known = not (is_apart or self._local.has_forgotten(prefix, since))
                     if is_known and prefix not in begun:
-                        expect(prefix, self._fill(walk, prefix, part, since, prefix != after))
+                        self._fill(walk, prefix, part, since, prefix != after)
             # A folder larger than a page is better listed alone.
             walk.pays = len(begun) < len(pages)
             count = sum(len(part.objects) + len(part.prefixes) for part in begun.values())

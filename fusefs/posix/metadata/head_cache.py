@@ -116,6 +116,7 @@ class HeadCache:
         # Attributes by `_version`, None for the defaults. The kernel forgets names, and looks
         # them up again, more often than attributes change.
         self._remembered: OrderedDict[int, Meta | None] = OrderedDict()
+        directories.expect = self.sample_ahead
 
     def needs_head(self, inode: Inode, assumed: Assumed | None = None) -> bool:
         """True if a HEAD is needed before an inode's attributes are shown.

@@ -62,9 +62,7 @@ class DirectoryStreams(MountPart):
             return None
         directory = self._directories.get(self._inodes.key(handle.inode))
         while True:
-            segment = self._directories.segment_now(
-                directory, handle.position, handle.opened, self._head_cache.sample_ahead
-            )
+            segment = self._directories.segment_now(directory, handle.position, handle.opened)
             if segment is None or self._asks(handle, buffer):
                 # Entries that were added already need not wait for the next request.
                 if buffer.is_empty:
@@ -96,7 +94,7 @@ class DirectoryStreams(MountPart):
                 return names.position(name)
         position, searched = start, 0
         while searched < _SEARCHED:
-            segment = await self._segment_behind(handle, directory, position)
+            segment = await self._directories.segment_behind(directory, position, handle.opened)
             for name in islice(segment.ordered, segment.after(position), None):
                 if code_of(name.encode()) == code:
                     return names.position(name)
@@ -112,7 +110,9 @@ class DirectoryStreams(MountPart):
         """Wait for the next segment, and add its entries. Repeat while none was added."""
         has_more = True
         while has_more and buffer.is_empty:
-            segment = await self._segment_behind(handle, directory, handle.position)
+            segment = await self._directories.segment_behind(
+                directory, handle.position, handle.opened
+            )
             shown: list[Inode] = []
             if self._asks(handle, buffer) and self._is_of(directory, handle):
                 await self._head_cache.sample(handle.inode, segment)
@@ -125,13 +125,6 @@ class DirectoryStreams(MountPart):
                 directory = self._directories.get(self._inodes.key(handle.inode))
             for inode in shown:
                 self._inodes.drop_unknown(inode)
-
-    async def _segment_behind(
-        self, handle: DirectoryHandle, directory: Directory, position: str
-    ) -> Segment:
-        return await self._directories.segment_behind(
-            directory, position, handle.opened, self._head_cache.sample_ahead
-        )
 
     def _is_of(self, directory: Directory, handle: DirectoryHandle) -> bool:
         """True if `directory` still has the prefix of the handle: it was not renamed."""

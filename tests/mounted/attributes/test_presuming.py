@@ -134,9 +134,7 @@ class Walk:
 
     async def come_to(self, folder: str) -> tuple[Inode, Segment]:
         known = self.directories.get(f"p/{folder}/")
-        segment = await self.directories.segment_behind(
-            known, "", 0.0, self.head_cache.sample_ahead
-        )
+        segment = await self.directories.segment_behind(known, "", 0.0)
         return self.inodes.resolve(self.parent, folder, None), segment
 
     async def shown(self, folder: str) -> dict[str, Meta]:
