@@ -158,7 +158,12 @@ class Siblings:
         # Computed once, as this takes as long as starting a download; the limit hardly changes.
         self._most_bytes = UNREAD_SHARE * self._downloader.room
         if self._is_full():
-            self._make_room()
+            # Give up the oldest of several folders, or forget the files of the only one.
+            oldest = next(iter(self._folders.values()))
+            if len(self._folders) > 1:
+                self._end(oldest.prefix)
+            else:
+                self._forget_evicted(oldest)
         for _ in range(FOLDERS_TURN):
             if not self._waiting or not self._has_room():
                 return
@@ -166,14 +171,6 @@ class Siblings:
             if not self._fetch_of(folder):
                 return
             self._waiting.pop(folder, None)
-
-    def _make_room(self) -> None:
-        """Lower the unread bytes: give up the oldest of several folders or forget evicted files."""
-        oldest = next(iter(self._folders.values()))
-        if len(self._folders) > 1:
-            self._end(oldest.prefix)
-        else:
-            self._forget_evicted(oldest)
 
     def _fetch_of(self, folder: _Folder) -> bool:
         """Start downloads of a folder's files; False if the folder has more to start later."""

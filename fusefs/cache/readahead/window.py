@@ -140,21 +140,18 @@ class Window:
             self._size = max(FIRST_WINDOW, GROWTH * self._size)
             self._grown_at = stop
         self._size = min(self._size, parts * PART)
-        self._extend(stop)
-
-    def _extend(self, stop: int) -> None:
-        size = self._reader.file.size
-        ahead = min(size, stop + self._size)
+        file = self._reader.file
+        until = min(file.size, stop + self._size)
         # Whole parts, so that requests stay large as the window advances in small steps.
-        if ahead < size and self._size > PART:
-            ahead -= ahead % PART
+        if until < file.size and self._size > PART:
+            until -= until % PART
         start = max(stop, self._ahead)
-        if start < ahead:
+        if start < until:
             self._downloads = [download for download in self._downloads if not download.is_done]
-            self._downloads += self._reader.downloader.want(self._reader.file, start, ahead)
-        self._ahead = max(ahead, self._ahead)
-        if ahead == size:
-            self._reader.go_on(stop + self._size - size)
+            self._downloads += downloader.want(file, start, until)
+        self._ahead = max(until, self._ahead)
+        if until == file.size:
+            self._reader.go_on(stop + self._size - file.size)
 
     def pause(self) -> None:
         """Cancel the window's downloads that nothing else wants, until the next read in order."""
