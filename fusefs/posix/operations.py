@@ -139,7 +139,7 @@ class Operations:
         directory = self._directories.get(prefix)
         known = self._directories.lookup_now(directory, text)
         if known is None:
-            return self._lookup_later(parent, directory, text, was_sent=was_sent)
+            return self._lookup_later(parent, text, was_sent=was_sent)
         entry, expires = known
         if isinstance(entry, Absent):
             return _missing(directory, expires)
@@ -147,7 +147,7 @@ class Operations:
         has_attributes = not self.head_cache.needs_head(inode)
         is_known = has_attributes or self._is_leaving(parent, entry)
         if not is_known or not inode.is_current:
-            return self._lookup_later(parent, directory, text, was_sent=was_sent)
+            return self._lookup_later(parent, text, was_sent=was_sent)
         # An open that got ESTALE, after which the kernel looks the name up, has asked the bucket.
         now = time.monotonic()
         self.inodes.count(inode, expires, was_asked=was_sent or expires > now)
@@ -164,29 +164,24 @@ class Operations:
         is_removing = self.writer.removals.is_removing_from(self.inodes.key(parent))
         return is_removing and not self.attributes(parent).mode & stat.S_ISVTX
 
-    async def _lookup_later(
-        self, parent: Inode, directory: Directory, name: str, *, was_sent: bool
-    ) -> LookupResult:
+    async def _lookup_later(self, parent: Inode, name: str, *, was_sent: bool) -> LookupResult:
         began = time.monotonic()
         while True:
-            entry, expires = await self._directories.lookup(directory, name)
-            if not isinstance(entry, Absent) and self.inodes.key(parent) == directory.prefix:
-                inode = self.inodes.resolve(parent, name, entry)
-                try:
-                    await self.head_cache.show(inode)
-                except BaseException:
-                    self.inodes.drop_unknown(inode)
-                    raise
-                if parent.child(name) is not inode and self.inodes.key(parent) == directory.prefix:
-                    continue  # the inode was a link shown as a file, another version, or renamed
-            if self.inodes.key(parent) == directory.prefix:
-                break
-            # The directory was renamed meanwhile, so the listed files have other keys now.
             directory = self._directories.get(self.inodes.key(parent))
-        if isinstance(entry, Absent):
-            return _missing(directory, expires)
-        # The name may stand for something else by now.
-        inode = self.inodes.resolve(parent, name, entry)
+            entry, expires = await self._directories.lookup(directory, name)
+            if self.inodes.key(parent) != directory.prefix:
+                continue  # the directory was renamed meanwhile: the listed files have other keys
+            if isinstance(entry, Absent):
+                return _missing(directory, expires)
+            inode = self.inodes.resolve(parent, name, entry)
+            try:
+                await self.head_cache.show(inode)
+            except BaseException:
+                self.inodes.drop_unknown(inode)
+                raise
+            # Else the inode was a link shown as a file, another version, or renamed.
+            if parent.child(name) is inode and self.inodes.key(parent) == directory.prefix:
+                break
         self.inodes.count(inode, expires, was_asked=was_sent or expires >= began)
         return LookupResult(inode, max(0.0, expires - time.monotonic()))
 

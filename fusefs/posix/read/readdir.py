@@ -66,7 +66,7 @@ class DirectoryStreams(MountPart):
             if segment is None or self._asks(handle, buffer):
                 # Entries that were added already need not wait for the next request.
                 if buffer.is_empty:
-                    return self._read_later(handle, directory, buffer)
+                    return self._read_later(handle, buffer)
                 return None
             if not self._add_entries(handle, directory, segment, buffer):
                 return None
@@ -104,12 +104,11 @@ class DirectoryStreams(MountPart):
             position = max(position, segment.stop)
         return start
 
-    async def _read_later(
-        self, handle: DirectoryHandle, directory: Directory, buffer: DirectoryBuffer
-    ) -> None:
+    async def _read_later(self, handle: DirectoryHandle, buffer: DirectoryBuffer) -> None:
         """Wait for the next segment, and add its entries. Repeat while none was added."""
         has_more = True
         while has_more and buffer.is_empty:
+            directory = self._directories.get(self._inodes.key(handle.inode))
             segment = await self._directories.segment_behind(
                 directory, handle.position, handle.opened
             )
@@ -118,11 +117,9 @@ class DirectoryStreams(MountPart):
                 await self._head_cache.sample(handle.inode, segment)
                 if not buffer.takes_names and self._is_of(directory, handle):
                     shown = await self._show_next(handle, segment)
+            # After a rename meanwhile the listed files have other keys.
             if self._is_of(directory, handle):
                 has_more = self._add_entries(handle, directory, segment, buffer)
-            else:
-                # The directory was renamed meanwhile, so the listed files have other keys now.
-                directory = self._directories.get(self._inodes.key(handle.inode))
             for inode in shown:
                 self._inodes.drop_unknown(inode)
 
