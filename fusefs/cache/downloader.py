@@ -392,7 +392,10 @@ class Downloader:
         download.work.begin()
         try:
             with download.cancel_scope:
-                error = await self._bring(download)
+                await self._bring(download)
+                error = None
+        except (StoreError, NotKeptError) as failure:
+            error = failure
         finally:
             file.downloads -= 1
             self._of[file].remove(download)
@@ -406,26 +409,32 @@ class Downloader:
                 self._cache.keep_open(file, self.nursery)
             self._cache.unpin(file)
 
-    async def _bring(self, download: Download) -> Exception | None:
+    async def _bring(self, download: Download) -> None:
         file = download.file
         is_whole = download.stop - download.start == file.size
         if is_whole and self._cache.is_new(file) and not file.opening.locked():
             # The download of a small file also creates it, which saves one wait.
             file.opening.acquire_nowait()
             try:
-                return await self._keep(download)
+                await self._keep(download)
             finally:
                 file.opening.release()
-        if not await self._cache.ensure_open(file):
-            return NotKeptError()
-        if file.present.covers(download.position, download.stop):
-            return None  # the catalog knew the file, which was not in memory
-        return await self._keep(download)
+        elif not await self._cache.ensure_open(file):
+            raise NotKeptError
+        elif not file.present.covers(download.position, download.stop):
+            await self._keep(download)
+        # Else the catalog knew the file, which was not in memory.
 
-    async def _keep(self, download: Download) -> Exception | None:
+    async def _keep(self, download: Download) -> None:
         size = download.stop - download.start
-        if not await self._reserve(download, size):
-            return NotKeptError()
+        refused: float | None = None
+        while (since := math.inf if download.demanded else download.keep_used_since) != refused:
+            is_ahead = since == -math.inf
+            if await self._evictor.reserve(size, keep_used_since=since, is_ahead=is_ahead):
+                break
+            refused = since  # a reader or job may join, for which more files may be evicted
+        else:
+            raise NotKeptError
         try:
             with DownloadMeter(self.path, size) as meter:
                 sink = FileSink(self._cache, self.disk_latency, meter, download)
@@ -436,22 +445,9 @@ class Downloader:
                 self._cache.warn(error.strerror or "it is full")
             else:
                 self._cache.disable(download.file, error)
-            return NotKeptError()
-        except StoreError as error:
-            return error
+            raise NotKeptError from error
         finally:
             self._cache.quota.release(download.stop - download.position)
-        return None
-
-    async def _reserve(self, download: Download, size: int) -> bool:
-        refused: float | None = None
-        while (since := math.inf if download.demanded else download.keep_used_since) != refused:
-            if await self._evictor.reserve(
-                size, keep_used_since=since, is_ahead=since == -math.inf
-            ):
-                return True
-            refused = since  # a reader or job may join, for which more files may be evicted
-        return False
 
     async def _stream(self, download: Download, sink: FileSink) -> None:
         file = download.file

@@ -97,8 +97,10 @@ class HeadPolicy:
     def assumed(self, prefix: str) -> Assumed:
         """The Last-Modified up to which a directory's objects are assumed to lack attributes."""
         until = self.no_attributes_until(prefix)
+        if not self.asks_less:
+            return Assumed(until, until)
         says_something = self.has_attributes(prefix) or (until < 0 and self.has_usual(prefix))
-        return Assumed(until, until if says_something or not self.asks_less else math.inf)
+        return Assumed(until, until if says_something else math.inf)
 
     def has_attributes(self, prefix: str) -> bool:
         """True if an object of a directory is known to have attributes."""

@@ -128,9 +128,8 @@ class HeadCache:
         if inode.parent is None:
             return not self.asks_less and self.lacks(inode)
         assumed = assumed or self.assumed(inode.parent)
-        may_be_link = inode.info is not None and 0 < inode.info.size <= LONGEST_TARGET
-        until = assumed.links if may_be_link else assumed.others
-        is_asked = _modified_ns(inode) > until
+        size, modified_ns = (0, 0) if inode.info is None else (inode.info.size, inode.info.mtime_ns)
+        is_asked = modified_ns > (assumed.links if 0 < size <= LONGEST_TARGET else assumed.others)
         # `lacks` also sets attributes that wait to be sent, so a writable mount calls it first.
         return is_asked and self.lacks(inode) if self.asks_less else self.lacks(inode) and is_asked
 
@@ -189,7 +188,8 @@ class HeadCache:
                 if not self.asks_less:
                     raise
                 prefix = names.parent_of(self._inodes.key(inode))
-                self._policy.observe(prefix, _modified_ns(inode), has_attributes=False)
+                modified_ns = inode.info.mtime_ns if inode.info is not None else 0
+                self._policy.observe(prefix, modified_ns, has_attributes=False)
 
     async def learn(self, inode: Inode) -> None:
         """Request an inode's attributes if unknown; ESTALE if gone or a symlink shown as a file."""
@@ -454,10 +454,6 @@ class HeadCache:
         self._pending[head.key] = head
         if len(self._pending) > MOST_KEPT:
             self._pending.popitem(last=False)
-
-
-def _modified_ns(inode: Inode) -> int:
-    return inode.info.mtime_ns if inode.info is not None else 0
 
 
 def _version(info: ObjectInfo) -> int:
