@@ -189,9 +189,11 @@ class EvictionOrder:
     def insert(self, file: CacheFile) -> None:
         """Put a file into the order; it must be unpinned and have bytes."""
         self.leave(file)
-        if self.forecast is not None and self._plan(file, self.forecast.next_use(file)):
-            return
-        if file.rank in (None, Rank.PASSING, Rank.PLANNED):
+        next_use = self.forecast.next_use(file) if self.forecast is not None else None
+        if next_use is not None:
+            self._end_ahead(file)
+            file.rank = Rank.PASSING if next_use == math.inf else Rank.PLANNED
+        elif file.rank in (None, Rank.PASSING, Rank.PLANNED):
             stays = self._room.used - self._passing_bytes
             is_kept = stays <= (1 - PASSING_SHARE) * self._room.limit
             file.rank = Rank.KEPT if is_kept else Rank.PASSING
@@ -199,31 +201,20 @@ class EvictionOrder:
                 self._latest.append(file)
         if file.rank is Rank.AHEAD:
             file.ahead_since = file.ahead_since or self.fetched
-        elif file.last_use is None:
+        elif file.last_use is None and next_use is None:
             file.last_use = self.fetched  # no program opened it: it was written, or warmed
         self._ranks[file.rank][file] = None
         if file.rank is Rank.PASSING:
             self._passing_bytes += file.present.total
+        elif next_use is not None:
+            if len(self._uses) > 2 * len(self._planned) + 1024:
+                self._uses = [use for use in self._uses if use[2] in self._planned]
+                heapq.heapify(self._uses)
+            heapq.heappush(self._uses, (-next_use, next(self._numbers), file))
 
     def is_planned(self, file: CacheFile) -> bool:
         """Note that a program begins to open a file; return True if a plan expects this open."""
         return self.forecast is not None and self.forecast.opening(file)
-
-    def _plan(self, file: CacheFile, next_use: float | None) -> bool:
-        """Put a file into the order by `next_use`; return False if the time is unknown (None)."""
-        if next_use is None:
-            return False
-        self._end_ahead(file)
-        file.rank = Rank.PASSING if next_use == math.inf else Rank.PLANNED
-        self._ranks[file.rank][file] = None
-        if file.rank is Rank.PASSING:
-            self._passing_bytes += file.present.total
-            return True
-        if len(self._uses) > 2 * len(self._planned) + 1024:
-            self._uses = [use for use in self._uses if use[2] in self._planned]
-            heapq.heapify(self._uses)
-        heapq.heappush(self._uses, (-next_use, next(self._numbers), file))
-        return True
 
     def _farthest(self) -> tuple[float, CacheFile | None]:
         """Find the planned file with the latest next use; return (time, file) or (-inf, None)."""

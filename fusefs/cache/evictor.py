@@ -50,22 +50,19 @@ class Evictor:
         if self._quota.reserve(wanted):
             return True
         with stage(WaitCause.CACHE_FULL):
-            return await self._make_room(wanted, keep_used_since, is_ahead=is_ahead)
-
-    async def _make_room(self, wanted: int, keep_used_since: float, *, is_ahead: bool) -> bool:
-        async with self._evicting:
-            if is_ahead:
-                await self._evict_until(wanted, is_ahead=True)
-            else:
-                await self._evict(wanted, keep_used_since)
-            if self._quota.reserve(wanted):
-                return True
-            if keep_used_since == math.inf and not is_ahead:
-                self.cache.trouble.note(
-                    f"the cache {self.cache.directory} is too small for the open files: the"
-                    " rest is read from S3 each time"
-                )
-            return False
+            async with self._evicting:
+                if is_ahead:
+                    await self._evict_until(wanted, is_ahead=True)
+                else:
+                    await self._evict(wanted, keep_used_since)
+                if self._quota.reserve(wanted):
+                    return True
+        if keep_used_since == math.inf and not is_ahead:
+            self.cache.trouble.note(
+                f"the cache {self.cache.directory} is too small for the open files: the"
+                " rest is read from S3 each time"
+            )
+        return False
 
     async def run(self) -> None:
         """Keep the cache within its limits, until cancelled."""
