@@ -350,17 +350,14 @@ class _Pyfuse3Entries:
         self._handlers = handlers
         self._token = token
 
-    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
-        entry = pyfuse3.EntryAttributes()
+    def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
+        entry = pyfuse3.EntryAttributes()  # "." or "..": all others have their inodes
         entry.st_ino = ino
         entry.st_mode = stat.S_IFDIR
         return self._reply(name, entry, offset)
 
     def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> bool:
         return self._reply(name, self._handlers.pack(inode, valid_s), offset)
-
-    def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
-        raise AssertionError("each entry has its inode")
 
     def _reply(self, name: bytes, entry: pyfuse3.EntryAttributes, offset: int) -> bool:
         has_room = bool(pyfuse3.readdir_reply(self._token, name, entry, offset))

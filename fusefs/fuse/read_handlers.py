@@ -57,12 +57,6 @@ class ReadHandlers:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        # Programs call stat if an entry's type is unknown.
-        self.name_kinds = {
-            NameKind.DIRECTORY: _DT_DIR,
-            NameKind.FILE: _DT_REG,
-            NameKind.OBJECT: _DT_UNKNOWN,
-        }
         self.table: dict[int, Handler] = {
             Opcode.LOOKUP: self._lookup,
             Opcode.FORGET: self._forget,
@@ -256,9 +250,6 @@ class Entries:
     def is_empty(self) -> bool:
         return not self.data
 
-    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
-        return self._add_name(name, ino, offset, _DT_DIR)
-
     def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> bool:
         length = len(name)
         padded = name + _PADDING[-length % 8]
@@ -277,19 +268,17 @@ class Entries:
         return True
 
     def add_name(self, name: bytes, ino: int, offset: int, kind: NameKind) -> bool:
-        return self._add_name(name, ino, offset, self._handlers.name_kinds[kind])
-
-    def _add_name(self, name: bytes, ino: int, offset: int, kind: int) -> bool:
         """Add a name without attributes (node id 0 in READDIRPLUS); False if it does not fit."""
         head = bytes(_DIRENTPLUS.size - protocol.DIRENT.size) if self.is_plus else b""
         padded = name + _PADDING[-len(name) % 8]
         if len(self.data) + len(head) + protocol.DIRENT.size + len(padded) > self._size:
             return False
-        self.data += head + protocol.DIRENT.pack(ino, offset, len(name), kind) + padded
+        self.data += head + protocol.DIRENT.pack(ino, offset, len(name), _TYPES[kind]) + padded
         return True
 
 
-_DT_UNKNOWN, _DT_DIR, _DT_REG = 0, 4, 8
+# DT_DIR, DT_REG, and DT_UNKNOWN, upon which programs call stat.
+_TYPES = {NameKind.DIRECTORY: 4, NameKind.FILE: 8, NameKind.OBJECT: 0}
 # fuse_direntplus as one struct, in which the packed attributes are one field.
 _DIRENTPLUS = struct.Struct("=QQQQII88sQQII")
 _MODE, _MODE_AT = struct.Struct("=I"), protocol.ATTR.offsets()["mode"]

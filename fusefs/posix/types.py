@@ -112,13 +112,10 @@ class DirectoryBuffer(Protocol):
 
     @property
     def takes_names(self) -> bool:
-        """True if an entry may be a name alone, without attributes and without a reference."""
+        """True if entries but "." and ".." may be names alone, without attributes and reference."""
 
     @property
     def is_empty(self) -> bool: ...
-
-    def add_dot(self, name: bytes, ino: int, offset: int) -> bool:
-        """Add "." or ".."; False if there is no room."""
 
     def add(self, name: bytes, inode: Inode, offset: int, valid_s: float) -> bool:
         """Add an entry with its inode; False if there is no room."""

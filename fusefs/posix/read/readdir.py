@@ -173,7 +173,7 @@ class DirectoryStreams(MountPart):
         parent = inode.parent if inode.parent is not None else inode
         for at, name, ino, own in ((0, b".", inode.ino, DOT), (DOT, b"..", parent.ino, DOT_DOT)):
             if handle.offset == at:
-                if not buffer.add_dot(name, ino, own):
+                if not buffer.add_name(name, ino, own, NameKind.DIRECTORY):
                     return False
                 handle.offset = own
         return True

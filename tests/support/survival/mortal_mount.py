@@ -65,14 +65,11 @@ class Names:
     def is_empty(self) -> bool:
         return not self.names
 
-    def add_dot(self, _name: bytes, _ino: int, _offset: int) -> bool:
-        return True
-
     def add(self, name: bytes, _inode: Inode, offset: int, _valid_s: float) -> bool:
         return self._add(name.decode(), offset)
 
     def add_name(self, name: bytes, _ino: int, offset: int, _kind: NameKind) -> bool:
-        return self._add(name.decode(), offset)
+        return name in (b".", b"..") or self._add(name.decode(), offset)
 
     def _add(self, name: str, offset: int) -> bool:
         self.names.append(name)
