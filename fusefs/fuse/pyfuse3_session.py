@@ -128,7 +128,8 @@ class Pyfuse3Handlers(pyfuse3.Operations):
         self, nodeid: int, context: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         with self._request(Opcode.GETATTR, nodeid, context.pid):
-            return self.pack(*await answered(self._operations.getattr(nodeid)))
+            inode = await answered(self._operations.getattr(nodeid))
+            return self.pack(inode, inode.valid_s)
 
     async def open(
         self, nodeid: int, flags: int, context: pyfuse3.RequestContext
@@ -267,7 +268,8 @@ class Pyfuse3Handlers(pyfuse3.Operations):
             has_handle=fh is not None,
         )
         with self._request(Opcode.SETATTR, nodeid, context.pid):
-            return self.pack(*await self._mutations.setattr(nodeid, new))
+            inode = await self._mutations.setattr(nodeid, new)
+            return self.pack(inode, inode.valid_s)
 
     async def setxattr(
         self, nodeid: int, name: bytes, value: bytes, context: pyfuse3.RequestContext

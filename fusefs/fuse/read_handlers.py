@@ -149,9 +149,8 @@ class ReadHandlers:
     def _getattr(self, nodeid: int, _body: memoryview, _caller: Caller) -> Result:
         return packed(self._operations.getattr(nodeid), self.attr_out)
 
-    def attr_out(self, answer: tuple[Inode, float]) -> bytes:
-        inode, valid_s = answer
-        seconds, rest = _valid(valid_s)
+    def attr_out(self, inode: Inode) -> bytes:
+        seconds, rest = _valid(inode.valid_s)
         return protocol.ATTR_OUT_HEAD.pack(seconds, rest, 0) + (inode.packed or self.pack(inode))
 
     # Files

@@ -185,20 +185,19 @@ class Operations:
         self.inodes.count(inode, expires, was_asked=was_sent or expires >= began)
         return LookupResult(inode, max(0.0, expires - time.monotonic()))
 
-    def getattr(self, nodeid: int) -> Answer[tuple[Inode, float]]:
-        """Return the inode with the node's attributes, and the seconds for which they are valid."""
+    def getattr(self, nodeid: int) -> Answer[Inode]:
+        """Return the inode of a node, whose attributes are known then."""
         inode = self.inodes.get(nodeid)
         is_doubted = self.head_cache.is_doubted(inode)
         if is_doubted or self.head_cache.needs_head(inode):
             return self._getattr_later(inode, is_doubted=is_doubted)
-        return inode, inode.valid_s
+        return inode
 
-    async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> tuple[Inode, float]:
+    async def _getattr_later(self, inode: Inode, *, is_doubted: bool) -> Inode:
         # An open file that another client has removed still has attributes for fstat.
         with suppress(NotFoundError) if inode.is_open else nullcontext():
             await (self.head_cache.learn if is_doubted else self.head_cache.show)(inode)
-        inode = self.inodes.get(inode.nodeid)
-        return inode, inode.valid_s
+        return self.inodes.get(inode.nodeid)
 
     # Files
 

@@ -74,7 +74,7 @@ class Mutations(MountPart):
 
     # Attributes and extended attributes
 
-    def setattr_now(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float] | None:
+    def setattr_now(self, nodeid: int, new: NewAttributes) -> Inode | None:
         """Do the work of `setattr` if that needs no wait; else change nothing and return None."""
         inode = self._inodes.get(nodeid)
         is_plain = inode.info is not None and inode.lead is None and new.size is None
@@ -92,19 +92,15 @@ class Mutations(MountPart):
             _check_size(changed)
             self.writer.flusher.change_meta(inode, changed)
             inode.packed = None
-        return self._shown(nodeid)
+        return inode
 
-    async def setattr(self, nodeid: int, new: NewAttributes) -> tuple[Inode, float]:
-        """Change a node's attributes or size; return the inode, and their validity in seconds."""
+    async def setattr(self, nodeid: int, new: NewAttributes) -> Inode:
+        """Change a node's attributes or size; return the inode."""
         if new.size is None:
             await self.writer.deferred.wait_for_room()
         inode = self._inodes.get(nodeid)
         await self._change(lambda: self._setattr(inode, new), *_names_of(inode))
-        return self._shown(nodeid)
-
-    def _shown(self, nodeid: int) -> tuple[Inode, float]:
-        inode = self._inodes.get(nodeid)
-        return inode, inode.valid_s
+        return self._inodes.get(nodeid)
 
     async def _setattr(self, requested: Inode, new: NewAttributes) -> None:
         mtime_ns = _limited(new.mtime_ns)

@@ -171,8 +171,7 @@ class Process:
 
     async def stat(self, inode: Inode) -> Attributes:
         """The attributes of a node, once they are known."""
-        shown, _ = await answered(self.operations.getattr(inode.nodeid))
-        return self.operations.attributes(shown)
+        return self.operations.attributes(await answered(self.operations.getattr(inode.nodeid)))
 
     async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
         inode = await self.node(path)

@@ -468,9 +468,7 @@ async def test_what_is_about_to_be_removed_has_no_head(process: Process) -> None
     assert not found.has_attributes
     assert process.store.count("HEAD") == heads
     assert process.operations.head_cache.needs_head(found.inode)
-    later = process.operations.getattr(found.inode.nodeid)
-    assert not isinstance(later, tuple)
-    inode, _ = await later
+    inode = await process.operations.getattr(found.inode.nodeid)
     assert stat.S_IMODE(process.operations.attributes(inode).mode) == 0o600
     small = process.operations.lookup(parent.nodeid, b"small", process.caller())
     assert not isinstance(small, LookupResult)
