@@ -83,10 +83,9 @@ class Evictor:
     async def drop(self, file: CacheFile) -> bool:
         """Remove a file; False if it is excluded from eviction, in use by any mount, or empty."""
         async with self._evicting:
-            size = file.present.total
-            if file.pins or not size:
+            if file.pins or not file.present.total:
                 return False
-            self._quota.unlinked(await self.cache.evict(file, for_room=False), size)
+            await self.cache.evict(file, for_room=False)
             self.cache.put_back(file)
             return not file.present.total
 
@@ -116,8 +115,7 @@ class Evictor:
                 if is_ahead or not await self._load_oldest():
                     break
                 continue
-            size = file.present.total
-            self._quota.unlinked(await self.cache.evict(file), size)
+            await self.cache.evict(file)
             if file.present.total:
                 if not self._staying:
                     self._try_again_at = trio.current_time() + TRY_AGAIN_AFTER_S

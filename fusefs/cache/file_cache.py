@@ -596,18 +596,17 @@ class FileCache:
         if is_evictable and self.by_name.get(file.name) is file:
             self.order.insert(file)
 
-    async def evict(self, file: CacheFile, *, for_room: bool = True) -> int:
-        """Unlink an unpinned file; return a descriptor if a program still maps the file, else -1.
+    async def evict(self, file: CacheFile, *, for_room: bool = True) -> None:
+        """Unlink an unpinned file.
 
-        The caller closes the descriptor when the kernel no longer uses the blocks. A file
-        that is being opened, that another mount uses, or that a pin covers, is not unlinked, but
-        leaves the eviction order until `put_back`. The statistics of evicted files count removals
-        `for_room` only. Can't be cancelled halfway.
+        A file that is being opened, that another mount uses, or that a pin covers, is not unlinked,
+        but leaves the eviction order until `put_back`. The statistics of evicted files count
+        removals `for_room` only. Can't be cancelled halfway.
         """
         self.order.leave(file)
         self.residency.leave(file)
         if file.is_opening:
-            return -1  # a rename that waited for an earlier eviction of the file is next
+            return  # a rename that waited for an earlier eviction of the file is next
         let_go = self._backing.drop(file)
         generation, st_ino = file.generation, file.st_ino
         size, unread = file.present.total, file.unread
@@ -635,14 +634,14 @@ class FileCache:
         finally:
             file.opening.release()
         if fd is None:
-            return -1
+            return
+        self.quota.unlinked(fd, size)
         if not file.pins and self.by_name.get(file.name) is file:
             del self.by_name[file.name]
         if for_room:
             self.evicted += 1
             self.evicted_bytes += size
             self.evicted_unread += unread
-        return fd
 
     def _unlink_evicted(self, file: CacheFile, generation: str) -> int | None:
         """Unlink a file and return what `Disk.unlink` does, or None if it is retained. Blocks."""

@@ -257,9 +257,7 @@ async def test_what_is_unusual_is_left_to_python(side: Side, change: str) -> Non
     elif change == "is_served":
         inode.served += 1
     elif change == "is_evicted":
-        fd = await operations.cache.evict(file)
-        if fd >= 0:
-            os.close(fd)
+        await operations.cache.evict(file)
     elif change == "is_unchecked":
         file.is_checked = False
     else:
@@ -442,9 +440,7 @@ async def take(side: Side, step: str, number: int) -> object:
         case "evict":
             file = side.file(number)
             if file is not None and not file.pins:
-                fd = await side.operations.cache.evict(file)
-                if fd >= 0:
-                    os.close(fd)
+                await side.operations.cache.evict(file)
         case "expire":
             inode.valid_until, inode.looked_up = 0.0, False
         case "look up":
