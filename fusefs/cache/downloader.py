@@ -429,8 +429,7 @@ class Downloader:
         size = download.stop - download.start
         refused: float | None = None
         while (since := math.inf if download.demanded else download.keep_used_since) != refused:
-            is_ahead = since == -math.inf
-            if await self._evictor.reserve(size, keep_used_since=since, is_ahead=is_ahead):
+            if await self._evictor.reserve(size, keep_used_since=since):
                 break
             refused = since  # a reader or job may join, for which more files may be evicted
         else:

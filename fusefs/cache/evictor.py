@@ -39,25 +39,23 @@ class Evictor:
         self._staying: list[CacheFile] = []
         self._try_again_at = 0.0
 
-    async def reserve(
-        self, wanted: int, *, keep_used_since: float = math.inf, is_ahead: bool = False
-    ) -> bool:
+    async def reserve(self, wanted: int, *, keep_used_since: float = math.inf) -> bool:
         """Reserve `wanted` bytes, evicting files if needed; False if they do not fit.
 
         Files used at or after `keep_used_since` (seconds since the epoch) are not evicted; with
-        `is_ahead` only files of less value than a file fetched ahead are evicted.
+        -inf only files of less value than a file fetched ahead are evicted.
         """
         if self._quota.reserve(wanted):
             return True
         with stage(WaitCause.CACHE_FULL):
             async with self._evicting:
-                if is_ahead:
+                if keep_used_since == -math.inf:
                     await self._evict_until(wanted, is_ahead=True)
                 else:
                     await self._evict(wanted, keep_used_since)
                 if self._quota.reserve(wanted):
                     return True
-        if keep_used_since == math.inf and not is_ahead:
+        if keep_used_since == math.inf:
             self.cache.trouble.note(
                 f"the cache {self.cache.directory} is too small for the open files: the"
                 " rest is read from S3 each time"
