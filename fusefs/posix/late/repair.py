@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 import trio
 
@@ -147,20 +148,18 @@ class Repairer:
         if isinstance(expected, Absent):
             assert isinstance(found, ObjectInfo)
             change = Change(DELETE, key)
-            with self._store.on_record(change):
-                await self._store.inner.delete(key, found.etag)
+            await self._store.recorded(change, partial(self._store.inner.delete, key, found.etag))
             self._expect(entry, expected, ABSENT, None, change)
             return None
         assert expected is not None
         token = self._store.tokens.next()
         has_content = isinstance(found, ObjectInfo) and found.etag == expected.etag
         change = Change(COPY if has_content else PUT, key, (str(token),))
-        with self._store.on_record(change):
-            if isinstance(found, ObjectInfo) and has_content:
-                write = Write(sendable(expected.metadata or {}), token=token)
-                made = await self._store.inner.copy(found, key, write)
-            else:
-                made = await self._put_content(entry, expected, found, token)
+        send = partial(self._put_content, entry, expected, found, token)
+        if isinstance(found, ObjectInfo) and has_content:
+            write = Write(sendable(expected.metadata or {}), token=token)
+            send = partial(self._store.inner.copy, found, key, write)
+        made = await self._store.recorded(change, send)
         self._expect(entry, expected, made, entry.content, change)
         return made
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import trio
 
@@ -47,37 +47,14 @@ from fusefs.store.s3.store import S3Store
 
 logger = logging.getLogger("fusefs.late")
 
+Result = TypeVar("Result")
+
 _PIECE = 8 << 20
 # Up to this size, a content that only the bucket has is downloaded before its change is
 # acknowledged. A larger one would delay a close for too long, and is downloaded just after that.
 FETCHED_AT_ONCE = 64 << 20
 # The most attempts at a copy that late requests keep undoing.
 TRIES = 5
-
-
-class _RecordedChange(ChangeUnderWay):
-    """A context that records a change of one key; a class takes half a generator's time."""
-
-    __slots__ = ("_change", "_others", "_slot", "_uncertain_keys")
-
-    def __init__(
-        self, change: Change, uncertain_keys: UncertainKeys, others: set[ChangeUnderWay]
-    ) -> None:
-        super().__init__((change.key,))
-        self._change = change
-        self._uncertain_keys = uncertain_keys
-        self._others = others
-        self._slot = -1
-
-    def __enter__(self) -> None:
-        self._others.add(self)
-        self._slot = self._uncertain_keys.log.begin(self._change)
-
-    def __exit__(self, *_: object) -> None:
-        self._others.remove(self)
-        if self.is_doubtful:
-            self._uncertain_keys.note_unanswered(self._change)
-        self._uncertain_keys.log.end(self._slot)
 
 
 class WatchedStore:
@@ -113,14 +90,12 @@ class WatchedStore:
         change = Change(PUT, key, (str(write.token),))
         send = partial(self.inner.put_file, key, fd, size, write, self._log)
         if self.uncertain_keys.get(key) is None:
-            with self.on_record(change):
-                return await send()
+            return await self.recorded(change, send)
         async with (
             self._alone(key, is_covered=self._covers(key, write.condition)) as held,
             self._copied(held, fd, size) as content,
         ):
-            with self.on_record(change):
-                info = await send()
+            info = await self.recorded(change, send)
             self._acknowledged(held, info, content)
             return info
 
@@ -136,26 +111,22 @@ class WatchedStore:
         change = Change(COPY, key, tuple(tokens), etag)
         send = partial(self.inner.copy, source, key, write, self._log)
         if self.uncertain_keys.get(key) is None:
-            with self.on_record(change):
-                return await send()
+            return await self.recorded(change, send)
         is_covered = key != source.key and self._covers(key, write.condition)
         async with self._alone(key, is_covered=is_covered) as held:
             for _ in range(TRIES):
-                with self.on_record(change):
-                    info = await send()
+                info = await self.recorded(change, send)
                 if await self._acknowledge_anew(held, info):
                     return info
             raise StoreError(f"late requests of this mount undo each copy to {key}")
 
     async def delete(self, key: str, etag: str | None = None, *, adopts: bool = False) -> None:
-        change = Change(DELETE, key)
+        change, send = Change(DELETE, key), partial(self.inner.delete, key, etag, adopts=adopts)
         if self.uncertain_keys.get(key) is None:
-            with self.on_record(change):
-                await self.inner.delete(key, etag, adopts=adopts)
+            await self.recorded(change, send)
             return
         async with self._alone(key, is_covered=False) as held:
-            with self.on_record(change):
-                await self.inner.delete(key, etag, adopts=adopts)
+            await self.recorded(change, send)
             self._acknowledged(held, ABSENT, None)
 
     async def delete_many(
@@ -168,8 +139,17 @@ class WatchedStore:
                 for key in sorted(keys)
                 if self.uncertain_keys.get(key) is not None
             ]
-            with self._all_on_record(keys):
+            opened = ChangeUnderWay(frozenset([*keys, ""]))  # a DeleteObjects request has no key
+            self._open.add(opened)
+            batch = self.uncertain_keys.log.begin_batch(keys)
+            try:
                 failures = await self.inner.delete_many(keys, etags)
+            finally:
+                self._open.remove(opened)
+                if opened.is_doubtful:
+                    for key in keys:
+                        self.uncertain_keys.note_unanswered(Change(DELETE, key))
+                self.uncertain_keys.log.end_batch(batch)
             failed = {failure.key for failure in failures}
             for entry in held:
                 if entry.key not in failed:
@@ -179,36 +159,29 @@ class WatchedStore:
     async def complete(self, upload: Upload, size: int, condition: Condition = None) -> ObjectInfo:
         key = upload.state.key
         change = Change(PUT, key, (upload.state.metadata.get(CHANGE, ""),))
+        send = partial(upload.complete, size, condition)
         if self.uncertain_keys.get(key) is None:
-            with self.on_record(change):
-                return await upload.complete(size, condition)
+            return await self.recorded(change, send)
         async with self._alone(key, is_covered=self._covers(key, condition)) as held:
-            with self.on_record(change):
-                info = await upload.complete(size, condition)
+            info = await self.recorded(change, send)
             if not await self._acknowledge_anew(held, info):
                 raise NotFoundError(f"{key} was undone by a late request of this mount")
             return info
 
     # Records and locks of changes
 
-    def on_record(self, change: Change) -> _RecordedChange:
-        """Return a context that records a change until the change is answered or given up."""
-        return _RecordedChange(change, self.uncertain_keys, self._open)
-
-    @contextmanager
-    def _all_on_record(self, keys: list[str]) -> Iterator[None]:
-        """Record a request that deletes many keys until the request is answered or given up."""
-        opened = ChangeUnderWay(frozenset([*keys, ""]))  # a DeleteObjects request has no key
+    async def recorded(self, change: Change, send: Callable[[], Awaitable[Result]]) -> Result:
+        """Send a change of one key, which is recorded until it is answered or given up."""
+        opened = ChangeUnderWay((change.key,))
         self._open.add(opened)
-        batch = self.uncertain_keys.log.begin_batch(keys)
+        slot = self.uncertain_keys.log.begin(change)
         try:
-            yield
+            return await send()
         finally:
             self._open.remove(opened)
             if opened.is_doubtful:
-                for key in keys:
-                    self.uncertain_keys.note_unanswered(Change(DELETE, key))
-            self.uncertain_keys.log.end_batch(batch)
+                self.uncertain_keys.note_unanswered(change)
+            self.uncertain_keys.log.end(slot)
 
     @asynccontextmanager
     async def _alone(self, key: str, *, is_covered: bool) -> AsyncIterator[UncertainKey]:
