@@ -91,11 +91,13 @@ class WatchedStore:
         send = partial(self.inner.put_file, key, fd, size, write, self._log)
         if self.uncertain_keys.get(key) is None:
             return await self.recorded(change, send)
-        async with (
-            self._alone(key, is_covered=self._covers(key, write.condition)) as held,
-            self._copied(held, fd, size) as content,
-        ):
-            info = await self.recorded(change, send)
+        async with self._alone(key, is_covered=self._covers(key, write.condition)) as held:
+            content = await self._copied(held, fd, size)
+            with ExitStack() as undo:
+                if content is not None:
+                    undo.callback(self.uncertain_keys.remove, content)
+                info = await self.recorded(change, send)
+                undo.pop_all()
             self._acknowledged(held, info, content)
             return info
 
@@ -294,21 +296,17 @@ class WatchedStore:
 
     # The copies of contents
 
-    @asynccontextmanager
-    async def _copied(self, entry: UncertainKey, fd: int, size: int) -> AsyncIterator[str | None]:
-        """Copy a file before it is sent; yield the copy's name, None if empty or not copied."""
+    async def _copied(self, entry: UncertainKey, fd: int, size: int) -> str | None:
+        """Copy a file before it is sent; return the copy's name, None if empty or not copied."""
         if entry.is_over or not size:
-            yield None
-            return
+            return None
         path = self.uncertain_keys.content_path(entry)
         try:
             await trio.to_thread.run_sync(_copy_file, fd, size, path, limiter=self._copying)
         except OSError as error:
             _warn_not_kept(entry, error)
-            yield None
-            return
-        with _removed_on_failure(path):
-            yield path.name
+            return None
+        return path.name
 
     async def _fetched(self, entry: UncertainKey, info: ObjectInfo) -> str | None:
         """Download an object's content; return the file's name, None if empty or after a failure.
@@ -336,18 +334,13 @@ def _warn_not_kept(entry: UncertainKey, error: Exception) -> None:
 
 
 @contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    with ExitStack() as undo:
-        undo.callback(path.unlink, missing_ok=True)
-        yield
-        undo.pop_all()
-
-
-@contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     """Create a file, in a directory that only this user can read; remove it on failure."""
-    with _removed_on_failure(path), open(path, "xb") as file:
-        yield file
+    with ExitStack() as undo:
+        undo.callback(path.unlink, missing_ok=True)
+        with open(path, "xb") as file:
+            yield file
+        undo.pop_all()
 
 
 def _copy_file(fd: int, size: int, path: Path) -> None:
