@@ -105,7 +105,8 @@ def drop_copies(kept: Path | str = "//") -> str:
     Copies below `kept` stay.
     """
     chosen = f'/ - fuse.fusefs / && !/ shared:/ && index($5, "{kept}") != 1'
-    return f"awk '{chosen} {{print $5}}' /proc/self/mountinfo | xargs -r umount -c -l || true; "
+    copies = f"awk '{chosen} {{print $5}}' /proc/self/mountinfo"
+    return f"{copies} | xargs -r umount -c -l 2> /dev/null || true; "  # some end meanwhile
 
 
 @contextlib.contextmanager

@@ -73,7 +73,8 @@ class Attempts:
             result = fusefs(*arguments, environment=environment, check=False)
         assert result.returncode not in (0, -6, -11)
         assert result.stdout == ""
-        (line,) = result.stderr.splitlines()
+        assert result.stderr.count("\n") == 1, result.stderr
+        line = result.stderr.rstrip("\n")
         assert line.startswith("fusefs: ")
         assert "Traceback" not in line
         left = mountinfo.find_mount(self.mountpoint)
