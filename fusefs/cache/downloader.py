@@ -22,7 +22,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -394,8 +394,10 @@ class Downloader:
             with download.cancel_scope:
                 await self._bring(download)
                 error = None
-        except (StoreError, NotKeptError) as failure:
-            error = failure
+        except NotKeptError:
+            pass  # as `error` says
+        except StoreError as failure:
+            error = replace(failure)  # without a traceback, which would keep this frame
         finally:
             file.downloads -= 1
             self._of[file].remove(download)

@@ -39,6 +39,8 @@ logger = logging.getLogger("fusefs.late")
 AT_ONCE = 8
 # The pause before another check of a key whose HEAD failed.
 RETRY_S = 5.0
+# The least time between two looks for keys that are due, of which there may be thousands.
+LOOK_S = 0.1
 # The most attempts at a check of a key that keeps changing during repairs.
 TRIES = 3
 
@@ -56,6 +58,7 @@ class Repairer:
         self._uncertain_keys: UncertainKeys = store.uncertain_keys
         self._changed = changed
         self._busy: set[UncertainKey] = set()
+        self._fetching = trio.Semaphore(2)  # a content may have gigabytes
         # The times before which keys are not checked again, because their HEADs failed.
         self._failed: dict[UncertainKey, float] = {}
 
@@ -76,9 +79,10 @@ class Repairer:
                     # Not awaited: other keys do not wait until a large content is downloaded.
                     self._busy.update(due)
                     nursery.start_soon(for_each, self._check_safely, due, AT_ONCE)
-                    continue
-                with trio.move_on_after(min(times.values(), default=float("inf")) - now):
-                    await self._uncertain_keys.woken.wait()
+                else:
+                    with trio.move_on_after(min(times.values(), default=float("inf")) - now):
+                        await self._uncertain_keys.woken.wait()
+                await trio.sleep(LOOK_S)
 
     async def _check_safely(self, one: UncertainKey) -> None:
         try:
@@ -104,7 +108,8 @@ class Repairer:
             if not entry.is_over:
                 self._uncertain_keys.note_checked(entry)
         if not entry.is_over and not entry.is_harmless:
-            await self._store.fetch_content(entry)
+            async with self._fetching:
+                await self._store.fetch_content(entry)
 
     async def _is_right(self, entry: UncertainKey) -> bool:
         """Check a key once, and repair it; False if the key changed and has to be checked again."""
