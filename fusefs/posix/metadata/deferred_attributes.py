@@ -183,7 +183,9 @@ class DeferredAttributes:
 
     def get(self, info: ObjectInfo) -> Meta | None:
         """The attributes that wait to be sent for a version; None if there are none."""
-        found = self._by_key.get(info.key)
+        found = self._by_key.get(info.key) or next(
+            (one for one in self._taken if one.key == info.key), None
+        )
         return found.meta if found is not None and found.info.etag == info.etag else None
 
     def has(self, key: str) -> bool:

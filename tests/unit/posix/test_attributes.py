@@ -282,6 +282,18 @@ async def test_a_file_that_is_put_back_keeps_its_name(
     assert (await shown(process, "file"))[0] == stat.S_IFREG | 0o600
 
 
+async def test_a_file_that_is_put_back_while_it_is_renamed_keeps_its_mode(
+    process: Process,
+) -> None:
+    """A write after the rename was sent with the mode from before the chmod."""
+    process.store.put("file", b"x", mode=str(stat.S_IFREG | 0o644))
+    await shown(process, "file")
+    await process.set_attributes("file", mode=0o600)
+    async with process.writer.deferred.taken("file"):
+        process.operations.show_repaired("file", process.store.objects["file"].info)
+        assert (await process.node("file")).meta.mode == stat.S_IFREG | 0o600
+
+
 async def test_a_failed_head_is_sent_again(process: Process) -> None:
     process.store.put("file", b"x")
 
